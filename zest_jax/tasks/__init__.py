@@ -1,0 +1,1 @@
+"""Where questions come from: graphs, chains, passages, question sets and scripted episodes."""
