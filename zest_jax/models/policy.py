@@ -1,0 +1,292 @@
+"""The policy: one decoder for training, scoring and decoding, so that they cannot drift apart.
+
+`Block` holds the arithmetic of a layer once. Training and scoring run the stacked blocks under
+`lax.scan` (`Policy.__call__`); decoding runs the same blocks unrolled over a cache (`extend`), with
+the layer weights sliced once outside the loop (`unstack`), since a loop that slices stacked weights
+copies them at every step.
+
+Parameters live in a plain nested dict of float32 arrays (what is checkpointed, sharded by name and
+updated); `bind` puts such a dict back into the NNX module, inside or outside of jit.
+
+Shape letters: B batch, L length, M cache length, D width, H query heads, J key/value heads, K head
+size, F feed-forward width, V vocabulary, S slots, C chunk.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from zest_jax.models.attention import attention
+from zest_jax.models.config import PolicyConfig
+
+Params = dict[str, Any]
+# A layer's keys and values in, attention's output and whatever the caller wants to keep out.
+Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
+
+_REMAT = {
+    "none": None,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "full": jax.checkpoint_policies.nothing_saveable,
+}
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    """x / sqrt(mean(x^2) + eps) * scale over the last axis, in float32, back in the type of x."""
+    x32 = x.astype(jnp.float32)
+    y = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return (y * scale.astype(jnp.float32)).astype(x.dtype)
+
+
+def rotary(position_BL: jax.Array, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines [B, L, 1, K/2] of the rotary embedding, frequencies theta^(-2i/K)."""
+    frequency = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    angle = position_BL[:, :, None, None].astype(jnp.float32) * frequency
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def rotate(x_BLHK: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotates the pairs (i, i + K/2) of each head, the layout of Hugging Face's checkpoints."""
+    a, b = jnp.split(x_BLHK.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BLHK.dtype)
+
+
+class Block(nnx.Module):
+    """One pre-norm transformer layer: grouped-query attention, then a SwiGLU feed-forward."""
+
+    def __init__(self, config: PolicyConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        D, H, J, K, F = (
+            config.width,
+            config.heads,
+            config.kv_heads,
+            config.head_dim,
+            config.mlp_width,
+        )
+        out_scale = 0.02 / (2 * config.layers) ** 0.5  # residual branches start small (GPT-2)
+
+        def normal(shape: tuple[int, ...], scale: float = 0.02) -> nnx.Param:
+            return nnx.Param(scale * jax.random.normal(rngs.params(), shape, jnp.float32))
+
+        self.attention_norm_D = nnx.Param(jnp.ones((D,)))
+        self.q_DHK = normal((D, H, K))
+        self.k_DJK = normal((D, J, K))
+        self.v_DJK = normal((D, J, K))
+        self.o_HKD = normal((H, K, D), out_scale)
+        if config.qkv_bias:
+            self.q_bias_HK = nnx.Param(jnp.zeros((H, K)))
+            self.k_bias_JK = nnx.Param(jnp.zeros((J, K)))
+            self.v_bias_JK = nnx.Param(jnp.zeros((J, K)))
+        if config.qk_norm:
+            self.q_norm_K = nnx.Param(jnp.ones((K,)))
+            self.k_norm_K = nnx.Param(jnp.ones((K,)))
+        self.mlp_norm_D = nnx.Param(jnp.ones((D,)))
+        self.gate_DF = normal((D, F))
+        self.up_DF = normal((D, F))
+        self.down_FD = normal((F, D), out_scale)
+
+    def __call__(
+        self, x_BLD: jax.Array, rope: tuple[jax.Array, jax.Array], attend: Attend
+    ) -> tuple[jax.Array, Any]:
+        """Applies the layer; `attend` decides what the queries look at (a sequence or a cache).
+
+        Returns:
+          The new residual [B, L, D], and whatever `attend` keeps (a cache, or None).
+        """
+        c = self.config
+        cast = functools.partial(_cast, dtype=x_BLD.dtype)
+        h_BLD = rms_norm(x_BLD, self.attention_norm_D[...], c.norm_eps)
+        q_BLHK = jnp.einsum("BLD,DHK->BLHK", h_BLD, cast(self.q_DHK))
+        k_BLJK = jnp.einsum("BLD,DJK->BLJK", h_BLD, cast(self.k_DJK))
+        v_BLJK = jnp.einsum("BLD,DJK->BLJK", h_BLD, cast(self.v_DJK))
+        if c.qkv_bias:
+            q_BLHK += cast(self.q_bias_HK)
+            k_BLJK += cast(self.k_bias_JK)
+            v_BLJK += cast(self.v_bias_JK)
+        if c.qk_norm:
+            q_BLHK = rms_norm(q_BLHK, self.q_norm_K[...], c.norm_eps)
+            k_BLJK = rms_norm(k_BLJK, self.k_norm_K[...], c.norm_eps)
+        out_BLHK, kept = attend(rotate(q_BLHK, *rope), rotate(k_BLJK, *rope), v_BLJK)
+        x_BLD = x_BLD + jnp.einsum("BLHK,HKD->BLD", out_BLHK, cast(self.o_HKD))
+        h_BLD = rms_norm(x_BLD, self.mlp_norm_D[...], c.norm_eps)
+        gate_BLF = jax.nn.silu(jnp.einsum("BLD,DF->BLF", h_BLD, cast(self.gate_DF)))
+        up_BLF = jnp.einsum("BLD,DF->BLF", h_BLD, cast(self.up_DF))
+        return x_BLD + jnp.einsum("BLF,FD->BLD", gate_BLF * up_BLF, cast(self.down_FD)), kept
+
+
+class Policy(nnx.Module):
+    """A Qwen-style decoder with its layers stacked along a leading axis."""
+
+    def __init__(self, config: PolicyConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        shape_VD = (config.vocab_size, config.width)
+        self.embed_VD = nnx.Param(0.02 * jax.random.normal(rngs.params(), shape_VD, jnp.float32))
+
+        @nnx.split_rngs(splits=config.layers)
+        @nnx.vmap(in_axes=(0,), out_axes=0)
+        def stacked(rngs: nnx.Rngs) -> Block:
+            return Block(config, rngs=rngs)
+
+        self.blocks = stacked(rngs)
+        self.final_norm_D = nnx.Param(jnp.ones((config.width,)))
+        if not config.tied:
+            head_DV = jax.random.normal(rngs.params(), shape_VD[::-1], jnp.float32)
+            self.head_DV = nnx.Param(0.02 * head_DV)
+
+    def __call__(
+        self,
+        ids_BL: jax.Array,
+        position_BL: jax.Array,
+        segment_BL: jax.Array | None = None,
+        *,
+        remat: str = "none",
+    ) -> jax.Array:
+        """Hidden states [B, L, D] after the final norm, for training and scoring.
+
+        Args:
+          ids_BL: token ids; what stands past a sequence's end is never seen by it (causality), so it
+            needs no mask here, only none of its outputs may be used.
+          position_BL: position of each token within its own sequence.
+          segment_BL: sequence number of each token where rows hold several (packing), else None.
+          remat: what the backward pass keeps of a layer: "none" (everything), "dots" (outputs of the
+            matrix products), "full" (only the layer's input).
+        """
+        x_BLD = self._embed(ids_BL)
+        rope = rotary(position_BL, self.config.head_dim, self.config.rope_theta)
+
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
+            out = attention(
+                q,
+                k,
+                v,
+                query_position_BL=position_BL,
+                key_position_BM=position_BL,
+                query_segment_BL=segment_BL,
+                key_segment_BM=segment_BL,
+            )
+            return out, None
+
+        block_def, stacked = nnx.split(self.blocks)
+
+        def layer(x_BLD: jax.Array, params: Any) -> tuple[jax.Array, None]:
+            return nnx.merge(block_def, params)(x_BLD, rope, attend)
+
+        if remat != "none":
+            layer = jax.checkpoint(layer, policy=_REMAT[remat], prevent_cse=False)
+        x_BLD, _ = jax.lax.scan(layer, x_BLD, stacked)
+        return rms_norm(x_BLD, self.final_norm_D[...], self.config.norm_eps)
+
+    def unstack(self) -> list[Block]:
+        """The layers as separate modules; call it once, outside the decoding loop."""
+        block_def, stacked = nnx.split(self.blocks)
+        return [
+            nnx.merge(block_def, jax.tree.map(lambda a, i=i: a[i], stacked))
+            for i in range(self.config.layers)
+        ]
+
+    def extend(
+        self, layers: list[Block], cache: "Cache", ids_SC: jax.Array, start_S: jax.Array
+    ) -> tuple[jax.Array, "Cache"]:
+        """Runs a chunk of tokens after what the cache holds; C = 1 is a decoding step.
+
+        Slot s's tokens take the cache slots start_S[s] .. start_S[s] + C - 1. Tokens past a slot's
+        true length leave rubbish there, which later queries cannot see before it is overwritten.
+
+        Args:
+          layers: what `unstack` gave.
+          cache: keys and values, each a list over layers of [S, M, J, K]; M must be at least
+            max(start_S) + C, which is the caller's to guarantee (a write past the end would be
+            shifted, not refused).
+          ids_SC: token ids of the chunk.
+          start_S: tokens of each slot already in the cache.
+
+        Returns:
+          Hidden states [S, C, D] after the final norm, and the cache with the chunk written.
+        """
+        S, C = ids_SC.shape
+        M = cache["keys"][0].shape[1]
+        position_SC = start_S[:, None] + jnp.arange(C)
+        slot_SM = jnp.broadcast_to(jnp.arange(M), (S, M))
+        rope = rotary(position_SC, self.config.head_dim, self.config.rope_theta)
+        x_SCD = self._embed(ids_SC)
+        new: Cache = {"keys": [], "values": []}
+        for layer, keys_SMJK, values_SMJK in zip(
+            layers, cache["keys"], cache["values"], strict=True
+        ):
+
+            def attend(q, k, v, keys_SMJK=keys_SMJK, values_SMJK=values_SMJK):
+                keys_SMJK = _write(keys_SMJK, k, start_S)
+                values_SMJK = _write(values_SMJK, v, start_S)
+                out = attention(
+                    q,
+                    keys_SMJK,
+                    values_SMJK,
+                    query_position_BL=position_SC,
+                    key_position_BM=slot_SM,
+                )
+                return out, (keys_SMJK, values_SMJK)
+
+            x_SCD, (keys_SMJK, values_SMJK) = layer(x_SCD, rope, attend)
+            new["keys"].append(keys_SMJK)
+            new["values"].append(values_SMJK)
+        return rms_norm(x_SCD, self.final_norm_D[...], self.config.norm_eps), new
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """Float32 logits [..., V] of hidden states [..., D]; call it at the positions needed only."""
+        if self.config.tied:
+            weight_VD = self.embed_VD[...].astype(hidden.dtype)
+            return jnp.einsum(
+                "...D,VD->...V", hidden, weight_VD, preferred_element_type=jnp.float32
+            )
+        weight_DV = self.head_DV[...].astype(hidden.dtype)
+        return jnp.einsum("...D,DV->...V", hidden, weight_DV, preferred_element_type=jnp.float32)
+
+    def empty_cache(self, slots: int, length: int) -> "Cache":
+        """A zero cache for `slots` sequences of at most `length` tokens."""
+        c = self.config
+        shape = (slots, length, c.kv_heads, c.head_dim)
+        return {
+            name: [jnp.zeros(shape, c.dtype) for _ in range(c.layers)] for name in ("keys", "values")
+        }
+
+    def _embed(self, ids: jax.Array) -> jax.Array:
+        return self.embed_VD[...].astype(self.config.dtype)[ids]
+
+
+Cache = dict[str, list[jax.Array]]
+
+
+def _cast(param: nnx.Param, dtype: Any) -> jax.Array:
+    return param[...].astype(dtype)
+
+
+def _write(cache_SMJK: jax.Array, chunk_SCJK: jax.Array, start_S: jax.Array) -> jax.Array:
+    """Writes each slot's chunk at its own start."""
+    if chunk_SCJK.shape[1] == 1:  # a scatter of single rows is the cheaper program when decoding
+        row_S = jnp.arange(cache_SMJK.shape[0])
+        return cache_SMJK.at[row_S, start_S].set(
+            chunk_SCJK[:, 0], indices_are_sorted=True, unique_indices=True
+        )
+    update = jax.vmap(lambda row, chunk, at: jax.lax.dynamic_update_slice(row, chunk, (at, 0, 0)))
+    return update(cache_SMJK, chunk_SCJK, start_S)
+
+
+@functools.cache
+def _abstract(config: PolicyConfig) -> tuple[Any, Any]:
+    return nnx.split(nnx.eval_shape(lambda: Policy(config, rngs=nnx.Rngs(0))))
+
+
+def init_params(config: PolicyConfig, key: jax.Array) -> Params:
+    """Random float32 parameters as a nested dict: embed_VD, blocks/{q_DHK, …}, final_norm_D, …"""
+    return nnx.to_pure_dict(nnx.split(Policy(config, rngs=nnx.Rngs(params=key)))[1])
+
+
+def bind(config: PolicyConfig, params: Params) -> Policy:
+    """The policy module over a dict of parameters (arrays or tracers), as `init_params` made it."""
+    graphdef, abstract = _abstract(config)
+    state = jax.tree.map(lambda x: x, abstract)
+    nnx.replace_by_pure_dict(state, params)
+    return nnx.merge(graphdef, state)
