@@ -1,0 +1,89 @@
+"""A retriever that lives on the device: encoder, index and passage store in one pytree.
+
+Shape letters: S slots, Q query length, R retrieved, N passages, E embedding size, C observation length.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+
+from zest_jax.retrieval.encoders import BagEncoder
+from zest_jax.retrieval.exact import exact_search
+from zest_jax.retrieval.store import PassageStore, frame_texts
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Retriever:
+    """Everything the compiled rollout needs to answer a query.
+
+    Attributes:
+      encoder: turns query token ids into vectors.
+      index_NE: passage vectors.
+      store: the passages' token ids.
+      retrieved: passages per search, R.
+    """
+
+    encoder: BagEncoder
+    index_NE: jax.Array
+    store: PassageStore
+    retrieved: int = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def build(
+        cls,
+        tokenizer,
+        titles: Sequence[str],
+        texts: Sequence[str],
+        *,
+        observation: str,
+        passage: str,
+        retrieved: int,
+        observation_length: int,
+        text_weight: float = 0.3,
+        dimension: int = 0,
+        vocab_size: int = 0,
+    ) -> "Retriever":
+        """Tokenises every passage once, fits the bag encoder and embeds the passages.
+
+        Args:
+          tokenizer: the policy's; the encoder reads its ids.
+          titles: a title per passage.
+          texts: a text per passage.
+          observation: the protocol's text around the passages.
+          passage: the protocol's text of one passage.
+          retrieved: R.
+          observation_length: tokens an observation may have, C.
+          text_weight: see BagEncoder.
+          dimension: see BagEncoder.fit.
+          vocab_size: rows of the policy's head, where more than the tokenizer's.
+        """
+
+        def ids(items: list[str]) -> list[list[int]]:
+            return tokenizer(items, add_special_tokens=False)["input_ids"] if items else []
+
+        heads, tail, body = frame_texts(observation, passage, retrieved)
+        title_ids = ids([" " + t for t in titles])
+        text_ids = ids([" " + t for t in texts])
+        both = [a + b for a, b in zip(title_ids, text_ids, strict=True)]
+        encoder = BagEncoder.fit(
+            both,
+            max(vocab_size, len(tokenizer)),
+            dimension=dimension,
+            text_weight=text_weight,
+        )
+        shown = [
+            body.format(title=t, text=x) for t, x in zip(titles, texts, strict=True)
+        ]
+        store = PassageStore.build(ids(shown), ids(heads), ids([tail])[0], observation_length)
+        return cls(encoder, encoder.encode_passages(title_ids, text_ids), store, retrieved)
+
+    def search(self, query_SQ: jax.Array, length_S: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Passage rows [S, R] and scores [S, R] for queries given as token ids; jittable."""
+        vectors_SE = self.encoder.encode_queries(query_SQ, length_S)
+        return exact_search(self.index_NE, vectors_SE, self.retrieved)
+
+    def observe(self, row_SR: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Token ids [S, C] and lengths [S] of the observation that shows these passages; jittable."""
+        return self.store.observe(row_SR)

@@ -1,0 +1,1 @@
+"""The compiled multi-turn sampler, its protocols, and the trajectories it leaves."""
