@@ -1,0 +1,1 @@
+"""How rewards become updates: advantages, losses, likelihoods and jitted steps."""
