@@ -13,9 +13,16 @@ from hypothesis import strategies as st
 from zest_jax.learning.advantages import GRPO, HRPO, REINFORCE, group_advantages
 
 
+# Compiled once per setting: the rules below are tried on many small batches.
+compiled = jax.jit(
+    group_advantages,
+    static_argnames=("baseline", "std", "ddof", "eps", "eps_inside", "singleton"),
+)
+
+
 def advantages(rewards, groups=None, **kwargs):
     groups = [0] * len(rewards) if groups is None else groups
-    return np.asarray(group_advantages(jnp.array(rewards), jnp.array(groups), **kwargs))
+    return np.asarray(compiled(jnp.array(rewards), jnp.array(groups), **kwargs))
 
 
 class HandWorked(chex.TestCase):
@@ -71,7 +78,7 @@ def test_std_ddof_and_place_of_eps():
 
 def test_no_baseline():
     rewards, groups = jnp.array([0.2, 0.7, 0.7]), jnp.array([0, 1, 1])
-    np.testing.assert_allclose(REINFORCE(rewards, groups), rewards)
+    np.testing.assert_allclose(jax.jit(REINFORCE)(rewards, groups), rewards)
     # divided by the spread around the mean (sample std of [0, 2] is sqrt 2), not shifted
     assert advantages([0.0, 2.0], baseline="none", eps=0.0) == pytest.approx([0, np.sqrt(2)])
 
@@ -79,7 +86,7 @@ def test_no_baseline():
 def test_equal_rewards_give_exact_zero():
     # 0.1 summed three times is not 0.3 in float32: the naive formula gives noise / eps.
     for spec in (GRPO, HRPO, dataclasses.replace(HRPO, eps_inside=True)):
-        got = spec(jnp.full(7, 0.1), jnp.array([0, 0, 0, 0, 1, 1, 1]))
+        got = jax.jit(spec)(jnp.full(7, 0.1), jnp.array([0, 0, 0, 0, 1, 1, 1]))
         assert np.asarray(got).tolist() == [0.0] * 7
 
 
@@ -98,7 +105,7 @@ def test_no_gradient_and_one_trace():
     def total(reward):
         return GRPO(reward, jnp.zeros(3, int)).sum()
 
-    assert not jax.grad(total)(jnp.array([1.0, 0.0, 0.5])).any()
+    assert not jax.jit(jax.grad(total))(jnp.array([1.0, 0.0, 0.5])).any()
     counted = jax.jit(chex.assert_max_traces(lambda r, g: GRPO(r, g), n=1))
     for groups in ([0, 0, 0, 0], [1, 2, 1, 2], [7, 8, 9, 10]):
         counted(jnp.arange(4.0), jnp.array(groups))
