@@ -1,0 +1,18 @@
+"""Settings of the whole suite. They must stand before the first import of JAX."""
+
+import os
+
+# Tests of several devices or of a GPU start processes of their own.
+os.environ["JAX_PLATFORMS"] = "cpu"
+# A compiled program from an earlier run would hide what compiles now, and how often.
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"
+# Nothing in the suite may need a network.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+from jaxtyping import install_import_hook  # noqa: E402
+
+# Shapes and types are checked at every call of the pure functions (not in a user's run).
+install_import_hook(
+    ["zest_jax.rewards", "zest_jax.learning.losses", "zest_jax.learning.advantages"],
+    "beartype.beartype",
+)

@@ -1,0 +1,178 @@
+"""The wrapper around every program's `main`: flags in, one clear sentence and an exit code out.
+
+    def main(config, workdir): ...
+
+    entry = cli.program(main)
+
+    if __name__ == "__main__":
+        sys.exit(entry())
+
+Exit codes: 0 done; 1 an error of ours (with its traceback); 2 a user's mistake; 3 out of memory;
+4 disk full; 130 interrupted. Codes 2, 3, 4 and 130 print one sentence on stderr and no traceback.
+Nothing heavy is imported before the flags are read: a mistyped flag is answered at once.
+"""
+
+from __future__ import annotations
+
+import errno
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+
+from absl import flags
+
+from zest_jax import config as config_lib
+from zest_jax.errors import UserError
+
+EXIT_OK = 0
+EXIT_BUG = 1
+EXIT_USER = 2
+EXIT_MEMORY = 3
+EXIT_DISK = 4
+EXIT_INTERRUPTED = 130
+
+MEMORY_HINT = (
+    "sample fewer rollouts at once, use a smaller group or batch, or shorter lengths in the config"
+)
+
+
+def program(
+    main: Callable[..., object],
+    *,
+    define: Callable[[flags.FlagValues], None] | None = None,
+    needs_config: bool = True,
+    needs_workdir: bool = True,
+    memory_hint: str = MEMORY_HINT,
+) -> Callable[[Sequence[str] | None], int]:
+    """Makes the entry point of a program.
+
+    Args:
+      main: called as `main(config, workdir)`, or as `main(config, workdir, flags)` if `define` is
+        given. `config` and `workdir` are None where they are not needed and not given.
+      define: adds the program's own flags to the given `FlagValues`, as in
+        `flags.DEFINE_string("split", "heldout", "…", flag_values=values)`.
+      needs_config: whether to refuse to run without `--config`.
+      needs_workdir: whether to refuse to run without `--workdir`.
+      memory_hint: what to reduce when the memory does not suffice.
+
+    Returns:
+      `entry(argv=None) -> exit code`; `argv` counts the program's name, like `sys.argv`.
+    """
+
+    def entry(argv: Sequence[str] | None = None) -> int:
+        argv = list(sys.argv if argv is None else argv)
+        try:
+            if any(arg in ("--help", "-help", "-h", "--helpfull") for arg in argv[1:]):
+                print(_help(main, define))
+                return EXIT_OK
+            values = _flag_values(define)
+            config, stray = config_lib.parse_flags(values, argv)
+            if stray:
+                raise UserError(
+                    f"unexpected argument {stray[0]!r}; flags are written --name=value."
+                )
+            if needs_config and config is None:
+                raise UserError("no config is given; say which: --config=configs/smoke.py.")
+            if needs_workdir and not values.workdir:
+                raise UserError("no workdir is given; say where to write: --workdir=runs/smoke.")
+            # Libraries that look at absl's own flags must not find them unparsed.
+            flags.FLAGS.mark_as_parsed()
+            main(config, values.workdir, *((values,) if define else ()))
+            return EXIT_OK
+        except (Exception, KeyboardInterrupt) as error:
+            code, sentence = explain(error, memory_hint)
+            if code == EXIT_BUG:
+                traceback.print_exc()
+            else:
+                print(f"zest_jax: {sentence}", file=sys.stderr, flush=True)
+            return code
+
+    return entry
+
+
+def explain(error: BaseException, memory_hint: str = MEMORY_HINT) -> tuple[int, str]:
+    """Exit code and sentence for what a program raised; the sentence is "" for errors of ours.
+
+    Libraries wrap what the system said, so the whole chain of causes is searched.
+    """
+    if isinstance(error, UserError):
+        return EXIT_USER, str(error)
+    if isinstance(error, KeyboardInterrupt):
+        return EXIT_INTERRUPTED, "interrupted; run the same command to resume."
+    chain = list(_causes(error))
+    # Before memory: TensorStore reports a full disk as RESOURCE_EXHAUSTED too.
+    for cause in chain:
+        if _is_disk_full(cause):
+            where = getattr(cause, "filename", None)
+            return EXIT_DISK, (
+                f"the disk is full{f' (writing {where})' if where else ''}; what was saved before "
+                "is kept: free some space and run the same command to resume."
+            )
+    for cause in chain:
+        if _is_out_of_memory(cause):
+            kind = "this machine" if isinstance(cause, MemoryError) else "the device"
+            return EXIT_MEMORY, f"{kind} has no memory left: {memory_hint}."
+    return EXIT_BUG, ""
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """The error and everything that it was raised from, during or as a group of; each once."""
+    todo, seen = [error], set()
+    while todo:
+        current = todo.pop(0)
+        if id(current) in seen:
+            continue
+        seen.add(id(current))
+        yield current
+        todo += [e for e in (current.__cause__, current.__context__) if e is not None]
+        if isinstance(current, BaseExceptionGroup):
+            todo += current.exceptions
+
+
+def _is_disk_full(error: BaseException) -> bool:
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return True
+    text = str(error)
+    return "No space left" in text or "Disk quota exceeded" in text
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, MemoryError):
+        return True
+    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+        return True
+    # By name: the class moved between JAX versions, and JAX is not to be imported here.
+    names = {cls.__name__ for cls in type(error).__mro__}
+    words = ("RESOURCE_EXHAUSTED", "Out of memory", "out of memory", "std::bad_alloc")
+    return bool(names & {"XlaRuntimeError", "JaxRuntimeError"}) and any(
+        word in str(error) for word in words
+    )
+
+
+def _flag_values(define: Callable[[flags.FlagValues], None] | None) -> flags.FlagValues:
+    """Fresh flags, so that a program can be started more than once in one process."""
+    values = flags.FlagValues()
+    flags.DEFINE_string(
+        "workdir", None, "the folder of the run; an earlier run there is resumed", values
+    )
+    if define:
+        define(values)
+    return values
+
+
+def _help(main: Callable[..., object], define: Callable[[flags.FlagValues], None] | None) -> str:
+    module = inspect.getmodule(main)
+    values = _flag_values(define)
+    lines = [
+        inspect.getdoc(module) or inspect.getdoc(main) or "",
+        "",
+        "Flags:",
+        "  --config: a config file, with its variant after a colon (configs/smoke.py:control)",
+        "  --config.FIELD: overrides one field of the config (--config.solver.learning_rate=5e-7)",
+    ]
+    for name in sorted(values):
+        flag = values[name]
+        default = "" if flag.default is None else f" (default: {flag.default})"
+        lines.append(f"  --{name}: {flag.help}{default}")
+    return "\n".join(lines).strip()
