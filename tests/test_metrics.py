@@ -1,0 +1,108 @@
+"""Metrics: lines and TensorBoard events through resumes, numbers that are none, seconds."""
+
+import json
+import time
+
+import numpy as np
+import pytest
+
+from zest_jax import metrics as metrics_lib
+from zest_jax.metrics import MetricsWriter, NonFiniteError, Stopwatch
+from zest_jax.workdir import Workdir
+
+
+@pytest.fixture
+def workdir(tmp_path):
+    with Workdir(tmp_path) as workdir:
+        yield workdir
+
+
+def test_records(workdir):
+    with MetricsWriter(workdir) as writer:
+        writer.write(0, "eval", {"eval/em": np.float32(0.5)})
+        record = writer.write(1, "solver", {"solver/reward": 1, "solver/em_hop3": float("nan")})
+        # On disk before close: a kill may come.
+        lines = workdir.metrics_jsonl.read_text().splitlines()
+    assert json.loads(lines[1]) == record
+    assert record["step"] == 1 and record["phase"] == "solver"
+    assert record["solver/reward"] == 1.0 and record["solver/em_hop3"] is None
+    assert list(workdir.tensorboard.glob("events.out.tfevents.*"))
+
+
+@pytest.mark.parametrize("key", ["solver/loss", "a/format_loss", "solver/grad_norm", "a/kl", "kl"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_guarded_metric_that_is_no_number_stops_the_run(workdir, key, value):
+    with MetricsWriter(workdir) as writer:
+        with pytest.raises(NonFiniteError, match=f"step 7, phase solver: {key} = "):
+            writer.write(7, "solver", {key: value, "solver/reward": 0.5})
+    (record,) = metrics_lib.read_metrics(workdir.metrics_jsonl)
+    assert record[key] is None and record["solver/reward"] == 0.5
+
+
+def test_resume_drops_later_steps(workdir):
+    with MetricsWriter(workdir) as writer:
+        for step in range(5):
+            writer.write(step, "solver", {"solver/reward": step})
+    with open(workdir.metrics_jsonl, "a") as file:
+        file.write('{"step": 5, "ph')
+    with MetricsWriter(workdir, resume_step=2) as writer:
+        writer.write(3, "solver", {"solver/reward": 30})
+        writer.write(3, "solver", {"solver/reward": 31})
+        writer.write(3, "eval", {"eval/em": 1})
+    records = metrics_lib.read_metrics(workdir.metrics_jsonl)
+    assert [(r["step"], r["phase"]) for r in records] == [
+        (0, "solver"),
+        (1, "solver"),
+        (2, "solver"),
+        (3, "solver"),
+        (3, "eval"),
+    ]
+    assert records[3]["solver/reward"] == 31
+    with MetricsWriter(workdir):
+        assert workdir.metrics_jsonl.read_text() == ""
+
+
+def test_tensorboard_is_told_to_purge(workdir):
+    with MetricsWriter(workdir) as writer:
+        writer.write(0, "solver", {"solver/reward": 0})
+    first = set(workdir.tensorboard.iterdir())
+    time.sleep(1.1)  # The file's name carries the second.
+    with MetricsWriter(workdir, resume_step=2) as writer:
+        writer.write(3, "solver", {"solver/reward": 0})
+    (second,) = set(workdir.tensorboard.iterdir()) - first
+    from tensorboardX.proto.event_pb2 import Event
+
+    events = list(_events(second.read_bytes(), Event))
+    assert any(e.session_log.status == 1 and e.step == 3 for e in events)  # 1: START
+    assert any(v.tag == "solver/reward" for e in events for v in e.summary.value)
+
+
+def _events(data, event_type):
+    """TFRecord: length (8 bytes), checksum (4), payload, checksum (4)."""
+    at = 0
+    while at < len(data):
+        size = int.from_bytes(data[at : at + 8], "little")
+        yield event_type.FromString(data[at + 12 : at + 12 + size])
+        at += size + 16
+
+
+def test_stopwatch_counts_own_seconds_and_goes_on(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(metrics_lib.time, "perf_counter", lambda: now[0])
+
+    def wait(seconds):
+        now[0] += seconds
+
+    watch = Stopwatch({"solver": 10.0})
+    wait(5)  # Belongs to no phase.
+    with watch("solver"):
+        wait(1)
+        with watch("eval"):
+            wait(2)
+        wait(3)
+        assert watch.seconds == {"solver": 14.0, "eval": 2.0}
+    with pytest.raises(ValueError), watch("eval"):
+        wait(4)
+        raise ValueError
+    assert watch.seconds == {"solver": 14.0, "eval": 6.0}
+    assert Stopwatch(watch.seconds).seconds == {"solver": 14.0, "eval": 6.0}

@@ -1,0 +1,154 @@
+"""Metrics: one JSON line a step, the same to TensorBoard, and the seconds of every phase.
+
+A record is {"step", "phase", "time", KEY: number, …}. Steps count all updates of a run upwards;
+keys are "WHO/WHAT" or "WHO/WHAT_WHICH" ("proposer/reward_hop2"); WORKSPACE.md lists them.
+
+Numbers that are not finite: in a metric that an update depends on (its name after the slash is
+"loss", "grad_norm" or "kl", or ends in "_loss", "_grad_norm" or "_kl") they stop the run, after the
+record is written; anywhere else (a mean over nothing, say) they are written as null.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tensorboardX import SummaryWriter
+
+from zest_jax import workdir as workdir_lib
+
+GUARDED = ("loss", "grad_norm", "kl")
+
+
+class NonFiniteError(FloatingPointError):
+    """An update's loss, gradient or divergence is no longer a number."""
+
+
+class MetricsWriter:
+    """Writes metrics.jsonl and tensorboard/ of a workdir.
+
+    Args:
+      workdir: the run's folder.
+      resume_step: the step of the checkpoint that was restored. What was written for later steps is
+        dropped, here and in TensorBoard. None on a fresh start, which drops everything.
+    """
+
+    def __init__(self, workdir: workdir_lib.Workdir, resume_step: int | None = None):
+        last = -1 if resume_step is None else resume_step
+        self._path = workdir.metrics_jsonl
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        workdir_lib.truncate_after(self._path, last)
+        self._file = open(self._path, "a", encoding="utf-8")
+        # Without a purge step, a fresh start after a kill would show the killed run's points too.
+        self._board = SummaryWriter(
+            str(workdir.tensorboard), purge_step=last + 1, flush_secs=10, write_to_disk=True
+        )
+
+    def write(self, step: int, phase: str, scalars: Mapping[str, Any]) -> dict[str, Any]:
+        """Writes the metrics of a step; the line is with the system on return.
+
+        Args:
+          step: counts the run's updates; never falls.
+          phase: "warm_start", "proposer", "generate", "solver" or "eval".
+          scalars: key -> number (Python, NumPy or a JAX scalar).
+
+        Returns:
+          The record as written.
+
+        Raises:
+          NonFiniteError: a guarded metric is not finite.
+        """
+        numbers = {key: float(value) for key, value in scalars.items()}
+        finite = {key: x if math.isfinite(x) else None for key, x in numbers.items()}
+        record = {"step": int(step), "phase": phase, "time": round(time.time(), 3), **finite}
+        self._file.write(workdir_lib.dump_line(record))
+        self._file.flush()
+        for key, value in finite.items():
+            if value is not None:
+                self._board.add_scalar(key, value, step)
+        bad = {key: x for key, x in numbers.items() if not math.isfinite(x) and _guarded(key)}
+        if bad:
+            self.sync()
+            told = ", ".join(f"{key} = {x}" for key, x in bad.items())
+            raise NonFiniteError(f"step {step}, phase {phase}: {told}")
+        return record
+
+    def sync(self) -> None:
+        """Hands everything to the disk; call it before a checkpoint of the same step."""
+        self._file.flush()
+        self._board.flush()
+
+    def close(self) -> None:
+        self.sync()
+        self._file.close()
+        self._board.close()
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All records by step, in the order written; a step and phase written twice count once.
+
+    That happens where a run died between a checkpoint and the metrics that follow it at the same
+    step: the later record is taken.
+    """
+    latest: dict[tuple[int, str], dict[str, Any]] = {}
+    for record in workdir_lib.read_jsonl(path):
+        latest[record["step"], record["phase"]] = record
+    return sorted(latest.values(), key=lambda record: record["step"])
+
+
+class Stopwatch:
+    """Seconds by phase, over all starts of a run.
+
+        watch = Stopwatch(host_state["seconds"])
+        with watch("solver"):
+            …
+        host_state["seconds"] = watch.seconds
+
+    `seconds` belongs in the checkpoint: work that a kill threw away is then not counted, and the
+    sum is the time of the work that the result rests on. Phases may nest; a phase's seconds are
+    its own, without those of the phases inside it.
+    """
+
+    def __init__(self, seconds: Mapping[str, float] | None = None):
+        self._done: dict[str, float] = dict(seconds or {})
+        self._running: list[str] = []
+        self._since = 0.0
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Seconds by phase up to now, running phases included."""
+        self._settle()
+        return dict(self._done)
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        self._settle()
+        self._running.append(phase)
+        try:
+            yield
+        finally:
+            self._settle()
+            self._running.pop()
+
+    def _settle(self) -> None:
+        """Gives the time since the last look to the innermost running phase."""
+        now = time.perf_counter()
+        if self._running:
+            phase = self._running[-1]
+            self._done[phase] = self._done.get(phase, 0.0) + now - self._since
+        self._since = now
+
+
+def _guarded(key: str) -> bool:
+    name = key.rsplit("/", 1)[-1]
+    return name in GUARDED or name.endswith(tuple(f"_{each}" for each in GUARDED))
