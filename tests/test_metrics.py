@@ -1,5 +1,6 @@
 """Metrics: lines and TensorBoard events through resumes, numbers that are none, seconds."""
 
+import io
 import json
 import time
 
@@ -7,7 +8,9 @@ import numpy as np
 import pytest
 
 from zest_jax import metrics as metrics_lib
+from zest_jax import progress as progress_lib
 from zest_jax.metrics import MetricsWriter, NonFiniteError, Stopwatch
+from zest_jax.progress import Progress
 from zest_jax.workdir import Workdir
 
 
@@ -106,3 +109,42 @@ def test_stopwatch_counts_own_seconds_and_goes_on(monkeypatch):
         raise ValueError
     assert watch.seconds == {"solver": 14.0, "eval": 6.0}
     assert Stopwatch(watch.seconds).seconds == {"solver": 14.0, "eval": 6.0}
+
+
+def test_plain_progress_where_there_is_no_terminal(tmp_path, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(progress_lib.time, "monotonic", lambda: now[0])
+    stream = io.StringIO()
+    with Progress(log=tmp_path / "log.txt", stream=stream) as progress:
+        progress.say("device: [cpu]")
+        with progress.phase("solver", total=10, done=2) as bar:
+            assert bar.seconds_left() == float("inf")
+            for _ in range(5):
+                now[0] += 6
+                bar.advance(reward=0.12345, note="x")
+    assert stream.getvalue().splitlines() == [
+        "device: [cpu]",
+        "solver 4/10 · 0:36 left · reward 0.123 · note x",
+        "solver 6/10 · 0:24 left · reward 0.123 · note x",
+        "solver 7/10 · took 0:30 · reward 0.123 · note x",
+    ]
+    log = (tmp_path / "log.txt").read_text().splitlines()
+    assert len(log) == 4 and log[0].endswith(" device: [cpu]")
+
+
+def test_bars_on_a_terminal():
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    stream = Terminal()
+    with Progress(stream=stream) as progress:
+        with progress.phase("solver", total=2) as bar:
+            bar.advance(reward=0.5)
+            bar.advance(reward=0.75)
+    assert "solver 2/2 · took 0:00 · reward 0.75" in stream.getvalue()
+
+
+def test_clock():
+    told = [progress_lib.clock(s) for s in (0, 7.4, 59.6, 750, 11_100, float("inf"))]
+    assert told == ["0:00", "0:07", "1:00", "12:30", "3:05:00", "?"]
