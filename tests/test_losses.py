@@ -76,7 +76,7 @@ def test_kl_penalty_is_capped_and_its_gradient_pulls_to_the_reference():
     for kind in ("low_var_kl", "k2"):
         grad = jax.grad(lambda lp, kind=kind: losses.kl_penalty(lp, -one, one, 1.0, kind))
         assert grad(-1.5 * one).item() < 0 < grad(-0.5 * one).item()  # a descent step heads to -1
-    with pytest.raises(ValueError, match="unknown kind"):
+    with pytest.raises((ValueError, TypeError)):
         losses.kl_penalty(one, one, one, 1.0, "k4")
 
 
@@ -150,19 +150,19 @@ def test_accumulation_equals_the_full_batch(cut):
         value += 0.1 * losses.kl_penalty(logp[rows], reference[rows], mask[rows], normaliser)
         return value + losses.cross_entropy(logp[rows], mask[rows], normaliser), metrics
 
-    step = jax.jit(jax.value_and_grad(loss, has_aux=True), static_argnums=1)
-    whole = step(logp, slice(None))
+    step = jax.jit(jax.value_and_grad(loss, has_aux=True))
+    whole = step(logp, jnp.arange(6))
     edges = [0, *cut, 6]
-    parts = [step(logp, slice(low, high)) for low, high in zip(edges, edges[1:], strict=False)]
+    parts = [step(logp, jnp.arange(low, high)) for low, high in zip(edges, edges[1:], strict=False)]
     summed = jax.tree.map(lambda *leaves: sum(leaves), *parts)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-7), summed, whole)
 
 
-def test_wrong_shapes_are_refused():
+def test_wrong_shapes_are_refused():  # by the type checker, or without it by the function
     two = jnp.zeros((2, 3))
-    with pytest.raises(ValueError, match="expected two"):
+    with pytest.raises((ValueError, TypeError)):
         losses.cross_entropy(two, jnp.zeros((3, 2)), 1.0)
-    with pytest.raises(ValueError, match="fits not"):
+    with pytest.raises((ValueError, TypeError)):
         losses.policy_gradient_loss(two, two, jnp.zeros(3), two, 1.0)
-    with pytest.raises(ValueError, match="expected two"):
+    with pytest.raises((ValueError, TypeError)):
         losses.token_mean(jnp.zeros(3), jnp.zeros(3), 1.0)

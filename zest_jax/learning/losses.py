@@ -26,7 +26,8 @@ from jaxtyping import Array, Bool, Float, Num
 
 KlKind = Literal["low_var_kl", "k1", "k2"]
 TokenMask = Bool[Array, "B L"] | Num[Array, "B L"]
-Normaliser = float | Num[Array, ""]
+Normaliser = int | float | Num[Array, ""]
+Width = float | Float[Array, ""]
 
 # exp() of more is of no use: such a token is far outside any trust region (published codes: 20).
 _MAX_LOG_RATIO = 20.0
@@ -64,8 +65,8 @@ def policy_gradient_loss(
     advantage_B: Float[Array, " B"] | Float[Array, "B L"],
     mask_BL: TokenMask,
     normaliser: Normaliser,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
+    clip_low: Width = 0.2,
+    clip_high: Width = 0.2,
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
     r"""Clipped policy gradient (PPO's surrogate, used by GRPO and HRPO), averaged over tokens.
 
