@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Everything that is checked before a change goes in: lint, format, types, tests.
+#
+#   bash tests/run.sh                  all
+#   bash tests/run.sh -k config        the same, but only these tests: arguments go to pytest
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+. scripts/venv.sh
+zest_venv test
+
+failed=()
+check() {
+  local name=$1
+  shift
+  printf '== %s\n' "$name"
+  "$@" || failed+=("$name")
+}
+check lint .venv/bin/ruff check .
+check format .venv/bin/ruff format --check --quiet .
+check types .venv/bin/mypy zest_jax
+check tests .venv/bin/python -m pytest -q "$@"
+
+if ((${#failed[@]})); then
+  zest_say "failed: ${failed[*]}"
+  exit 1
+fi
+zest_say "all passed."
