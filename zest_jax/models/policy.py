@@ -244,19 +244,20 @@ class Policy(nnx.Module):
         weight_DV = self.head_DV[...].astype(hidden.dtype)
         return jnp.einsum("...D,DV->...V", hidden, weight_DV, preferred_element_type=jnp.float32)
 
-    def empty_cache(self, slots: int, length: int) -> "Cache":
-        """A zero cache for `slots` sequences of at most `length` tokens."""
-        c = self.config
-        shape = (slots, length, c.kv_heads, c.head_dim)
-        return {
-            name: [jnp.zeros(shape, c.dtype) for _ in range(c.layers)] for name in ("keys", "values")
-        }
-
     def _embed(self, ids: jax.Array) -> jax.Array:
         return self.embed_VD[...].astype(self.config.dtype)[ids]
 
 
 Cache = dict[str, list[jax.Array]]
+
+
+def empty_cache(config: PolicyConfig, slots: int, length: int) -> Cache:
+    """A zero cache for `slots` sequences of at most `length` tokens."""
+    shape = (slots, length, config.kv_heads, config.head_dim)
+    return {
+        name: [jnp.zeros(shape, config.dtype) for _ in range(config.layers)]
+        for name in ("keys", "values")
+    }
 
 
 def _cast(param: nnx.Param, dtype: Any) -> jax.Array:

@@ -1,0 +1,513 @@
+"""The search episode as one compiled program.
+
+A fixed set of slots works through a queue of prompts. Two kinds of work alternate until the queue is
+done:
+
+  decode  one token for every slot that is writing; a token that completes an action sends its slot
+          to SEARCH, INVALID or DONE. Repeated while enough slots are writing.
+  extend  everything that writes many tokens at once: finished slots hand in their episode and take
+          the next prompt, searching slots have their query embedded, searched and the passages
+          spliced in, misled slots get the protocol's correction; then one pass over the new tokens
+          fills the cache.
+
+Nothing leaves the device between the first and the last token. The host-driven driver
+(`host_rollout`) calls the same functions one at a time for retrievers that live elsewhere, and gives
+the same ids for the same draws and passages. Every episode has its own random key (folded from its
+number), so neither slots nor refilling change what is drawn.
+
+Invariant: a writing slot's cache holds every token but its last, which the next decode step feeds.
+
+Shape letters: S slots, L episode length, V vocabulary, Q query length, R retrieved, T searches,
+C chunk, N episodes, X automaton states, A actions.
+"""
+
+import dataclasses
+import functools
+from typing import Any, Protocol as Interface
+
+import jax
+import jax.numpy as jnp
+
+from zest_jax.models.config import PolicyConfig
+from zest_jax.models.policy import Block, Cache, Params, Policy, bind, empty_cache
+from zest_jax.rollout import stops, trajectories
+from zest_jax.rollout.protocols import ANSWER, SEARCH, Protocol
+from zest_jax.rollout.stops import StopTable
+from zest_jax.rollout.trajectories import Finish, Trajectories
+
+IDLE, WRITING, SEARCHING, INVALID, DONE = range(5)
+_TAG_WINDOW = 16  # tokens looked back for the start of a closing tag (no tag has more bytes)
+
+
+class Searcher(Interface):
+    """What the compiled rollout asks of a retriever: two jittable functions of arrays."""
+
+    retrieved: int
+
+    def search(self, query_SQ: jax.Array, length_S: jax.Array) -> tuple[jax.Array, jax.Array]: ...
+
+    def observe(self, row_SR: jax.Array) -> tuple[jax.Array, jax.Array]: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutSpec:
+    """The fixed sizes of an episode; part of what is compiled.
+
+    Attributes:
+      slots: episodes under way at once, S.
+      prompt_length: longest prompt.
+      action_length: tokens one action may have.
+      observation_length: tokens one observation may have (0 for protocols without search).
+      searches: searches (or corrections) an episode may have, T; one more action may follow them.
+      query_length: tokens of a query that are embedded, Q; the first ones count.
+      wait_fraction: share of the slots that must wait before writing is interrupted for them; 1.0
+        waits until none is writing.
+    """
+
+    slots: int
+    prompt_length: int
+    action_length: int
+    observation_length: int = 0
+    searches: int = 0
+    query_length: int = 16
+    wait_fraction: float = 1.0
+
+    @property
+    def length(self) -> int:
+        """Longest possible episode, L."""
+        turns = self.searches
+        return self.prompt_length + (turns + 1) * self.action_length + turns * self.observation_length
+
+    @property
+    def chunk(self) -> int:
+        """Tokens one extend pass may write, C: a prompt, or an action's last token and what follows."""
+        return max(self.prompt_length, self.observation_length + 1)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Draws:
+    """Where the randomness of a rollout comes from.
+
+    Attributes:
+      key: a typed random key; token `position` of episode `n` uses fold_in(fold_in(key, n), position).
+      temperature: of the softmax; 0 takes the most probable token (log-probabilities are then those at
+        temperature 1).
+    """
+
+    key: jax.Array
+    temperature: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class State:
+    """Everything a rollout carries from step to step.
+
+    Attributes:
+      cache: keys and values per layer, [S, L + C, J, K].
+      rows: the episodes under way, one a slot (`Trajectories` with S rows).
+      episode_S: number of each slot's episode; N for a slot that has none.
+      phase_S: IDLE, WRITING, SEARCHING, INVALID or DONE.
+      automaton_S: state of the stop automaton.
+      opened_SA: token at which the content of the first tag of each kind began in this action, or -1.
+      written_S: tokens of the action under way.
+      turn_S: turn of the action under way.
+      next_episode: first prompt of the queue that no slot has taken.
+      out: finished episodes.
+      steps: decode steps so far, and slots that were writing in them: their ratio is the utilisation.
+    """
+
+    cache: Cache
+    rows: Trajectories
+    episode_S: jax.Array
+    phase_S: jax.Array
+    automaton_S: jax.Array
+    opened_SA: jax.Array
+    written_S: jax.Array
+    turn_S: jax.Array
+    next_episode: jax.Array
+    out: Trajectories
+    steps: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Engine:
+    """The compiled pieces for one policy shape, protocol and set of sizes.
+
+    Attributes:
+      config: the policy's shape.
+      spec: the episode's sizes.
+      protocol: the grammar.
+      eos_ids: tokens that end a turn without a tag (then the action is none).
+      correction_ids: the protocol's correction, tokenised; empty where there is none.
+    """
+
+    config: PolicyConfig
+    spec: RolloutSpec
+    protocol: Protocol
+    eos_ids: tuple[int, ...]
+    correction_ids: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        if len(self.correction_ids) > self.spec.observation_length:
+            raise ValueError(
+                f"the correction has {len(self.correction_ids)} tokens, more than "
+                f"observation_length={self.spec.observation_length}"
+            )
+
+    @classmethod
+    def build(cls, config: PolicyConfig, spec: RolloutSpec, protocol: Protocol, tokenizer) -> "Engine":
+        """Tokenises what the protocol adds and collects the ids that end a turn."""
+        correction = protocol.correction
+        ids = tokenizer(correction, add_special_tokens=False)["input_ids"] if correction else []
+        return cls(config, spec, protocol, (tokenizer.eos_token_id,), tuple(ids))
+
+    def stop_table(self, tokenizer) -> StopTable:
+        """The automaton's table over the protocol's tags, on device."""
+        table = stops.build_stop_table(
+            stops.token_bytes(tokenizer),
+            self.protocol.opening,
+            self.protocol.closing,
+            self.config.vocab_size,
+        )
+        return jax.tree.map(jnp.asarray, table)
+
+    # ------------------------------------------------------------------------------ drivers
+
+    def rollout(
+        self,
+        params: Params,
+        table: StopTable,
+        retriever: Searcher | None,
+        prompt_NP: jax.Array,
+        prompt_length_N: jax.Array,
+        draws: Draws,
+    ) -> tuple[Trajectories, dict[str, jax.Array]]:
+        """Runs all prompts to their end; meant to be jitted with `self` fixed.
+
+        Args:
+          params: the policy's parameters.
+          table: from `stop_table`.
+          retriever: answers queries on device; None for protocols that never search.
+          prompt_NP: prompts, right-padded to the spec's prompt_length.
+          prompt_length_N: their lengths.
+          draws: randomness.
+
+        Returns:
+          N trajectories in the order of the prompts, and counters: `decode_steps`, `slot_utilisation`.
+        """
+        policy = bind(self.config, params)
+        layers = policy.unstack()
+        retrieved = retriever.retrieved if retriever is not None else 1
+        state = self.start(prompt_length_N.shape[0], retrieved)
+
+        def extend(state: State) -> State:
+            observed = None
+            if retriever is not None:
+                rows_SR, scores_SR = retriever.search(*self.queries(state))
+                observed = (rows_SR, scores_SR, *retriever.observe(rows_SR))
+            return self.extend(policy, layers, state, prompt_NP, prompt_length_N, observed)
+
+        def write(state: State) -> State:
+            decode = functools.partial(self.decode, policy, layers, table, draws)
+            return jax.lax.while_loop(self.should_write, decode, state)
+
+        state = jax.lax.while_loop(
+            lambda s: self.has_work(s, prompt_length_N.shape[0]), lambda s: write(extend(s)), state
+        )
+        out = _hand_in(state)
+        return out, {
+            "decode_steps": state.steps[0],
+            "slot_utilisation": state.steps[1] / jnp.maximum(state.steps[0] * self.spec.slots, 1),
+        }
+
+    # ------------------------------------------------------------------------------ pieces
+
+    def start(self, episodes: int, retrieved: int) -> State:
+        """All slots empty, so that the first `extend` fills them."""
+        s, S = self.spec, self.spec.slots
+        # A chunk may be written at the last position, so the cache has room for one more.
+        return State(
+            cache=empty_cache(self.config, S, s.length + s.chunk),
+            rows=_device(trajectories.empty(S, s.length, s.searches, retrieved)),
+            episode_S=jnp.full(S, episodes, jnp.int32),
+            phase_S=jnp.full(S, DONE, jnp.int32),
+            automaton_S=jnp.zeros(S, jnp.int32),
+            opened_SA=jnp.full((S, len(self.protocol.actions)), -1, jnp.int32),
+            written_S=jnp.zeros(S, jnp.int32),
+            turn_S=jnp.zeros(S, jnp.int32),
+            next_episode=jnp.zeros((), jnp.int32),
+            out=_device(trajectories.empty(episodes, s.length, s.searches, retrieved)),
+            steps=jnp.zeros(2, jnp.int32),
+        )
+
+    def has_work(self, state: State, episodes: int) -> jax.Array:
+        """Whether a slot is under way or a prompt is left in the queue."""
+        busy = (state.phase_S == WRITING) | (state.phase_S == SEARCHING) | (state.phase_S == INVALID)
+        return jnp.any(busy) | (state.next_episode < episodes)
+
+    def should_write(self, state: State) -> jax.Array:
+        """Whether to go on decoding, or to see to the slots that wait."""
+        writing = jnp.sum(state.phase_S == WRITING)
+        waiting = (state.phase_S == SEARCHING) | (state.phase_S == INVALID)
+        left = state.out.length_N.shape[0] - state.next_episode
+        refillable = jnp.minimum(jnp.sum(state.phase_S == DONE), left)
+        enough = self.spec.wait_fraction * self.spec.slots
+        return (writing > 0) & (jnp.sum(waiting) + refillable < enough)
+
+    def queries(self, state: State) -> tuple[jax.Array, jax.Array]:
+        """Token ids [S, Q] and lengths [S] of the queries of the slots that search."""
+        begin_S, end_S = _last_span(state.rows.queries_NT2, state.rows.searches_N - 1)
+        length_S = jnp.where(state.phase_S == SEARCHING, end_S - begin_S, 0)
+        at_SQ = begin_S[:, None] + jnp.arange(self.spec.query_length)
+        at_SQ = jnp.minimum(at_SQ, self.spec.length - 1)
+        ids_SQ = jnp.take_along_axis(state.rows.ids_NL, at_SQ, axis=1)
+        return ids_SQ, jnp.clip(length_S, 0, self.spec.query_length)
+
+    def decode(
+        self,
+        policy: Policy,
+        layers: list[Block],
+        table: StopTable,
+        draws: Draws,
+        state: State,
+    ) -> State:
+        """Samples one token for every writing slot and moves slots whose action it completes."""
+        rows, length_S = state.rows, state.rows.length_N
+        slot_S = jnp.arange(self.spec.slots)
+        last_S = jnp.maximum(length_S - 1, 0)
+        hidden_S1D, cache = policy.extend(
+            layers, state.cache, rows.ids_NL[slot_S, last_S][:, None], last_S
+        )
+        token_S, logp_S = sample(
+            policy.logits(hidden_S1D[:, 0]), draws, state.episode_S, length_S
+        )
+        writing_S = state.phase_S == WRITING
+        # Out of bounds for slots that do not write, where a scatter drops the update.
+        at_S = jnp.where(writing_S, length_S, self.spec.length)
+        put = functools.partial(_put, slot_S, at_S)
+        rows = dataclasses.replace(
+            rows,
+            ids_NL=put(rows.ids_NL, token_S),
+            logp_NL=put(rows.logp_NL, logp_S),
+            mask_NL=put(rows.mask_NL, True),
+            turn_NL=put(rows.turn_NL, state.turn_S),
+            length_N=length_S + writing_S,
+        )
+        state = dataclasses.replace(
+            state,
+            cache=cache,
+            rows=rows,
+            written_S=state.written_S + writing_S,
+            steps=state.steps + jnp.stack([jnp.int32(1), jnp.sum(writing_S, dtype=jnp.int32)]),
+        )
+        return self._read_token(table, state, token_S, writing_S)
+
+    def _read_token(
+        self, table: StopTable, state: State, token_S: jax.Array, writing_S: jax.Array
+    ) -> State:
+        """What the token just written does: opens a tag, completes an action, or nothing."""
+        rows, q_S = state.rows, state.automaton_S
+        length_S, kinds_A = rows.length_N, jnp.arange(1, len(self.protocol.actions) + 1)
+        opened_S, closed_S = table.opened_XV[q_S, token_S], table.closed_XV[q_S, token_S]
+
+        # The content begins in this token if bytes follow the tag in it, else with the next.
+        begin_S = length_S - (table.open_tail_XV[q_S, token_S] > 0)
+        first_SA = (opened_S[:, None] == kinds_A) & (state.opened_SA < 0) & writing_S[:, None]
+        opened_SA = jnp.where(first_SA, begin_S[:, None], state.opened_SA)
+
+        # The content ends before the tokens that lie wholly within the closing tag and what follows.
+        back_SW = length_S[:, None] - 1 - jnp.arange(_TAG_WINDOW)
+        window_SW = jnp.take_along_axis(rows.ids_NL, jnp.maximum(back_SW, 0), axis=1)
+        covered_SW = jnp.cumsum(table.bytes_V[window_SW], axis=1)
+        span_S = table.close_span_XV[q_S, token_S]
+        end_S = length_S - jnp.sum(covered_SW <= span_S[:, None], axis=1)
+
+        begin_S = jnp.take_along_axis(opened_SA, jnp.maximum(closed_S - 1, 0)[:, None], axis=1)[:, 0]
+        complete_S = writing_S & (closed_S != stops.NONE) & (begin_S >= 0)
+        ended_S = (
+            (closed_S != stops.NONE)
+            | jnp.isin(token_S, jnp.array(self.eos_ids))
+            | (state.written_S >= self.spec.action_length)
+        )
+        is_search_S = complete_S & (closed_S == self.protocol.kind(SEARCH))
+        is_answer_S = complete_S & (closed_S == self.protocol.kind(ANSWER))
+        may_search_S = state.turn_S < self.spec.searches
+        search_S = is_search_S & may_search_S
+        none_S = writing_S & ended_S & ~complete_S
+        corrected_S = none_S & may_search_S & bool(self.correction_ids)
+
+        finish_S = jnp.select(
+            [is_answer_S, is_search_S & ~may_search_S, none_S & ~corrected_S],
+            [Finish.ANSWERED, Finish.OUT_OF_TURNS, Finish.INVALID],
+            Finish.UNFINISHED,
+        )
+        phase_S = jnp.select(
+            [search_S, corrected_S, finish_S != Finish.UNFINISHED],
+            [SEARCHING, INVALID, DONE],
+            state.phase_S,
+        )
+        span_S2 = jnp.stack([begin_S, jnp.maximum(end_S, begin_S)], axis=1)
+        slot_S = jnp.arange(self.spec.slots)
+        at_S = jnp.where(search_S, rows.searches_N, rows.queries_NT2.shape[1])
+        rows = dataclasses.replace(
+            rows,
+            queries_NT2=rows.queries_NT2.at[slot_S, at_S].set(span_S2, mode="drop"),
+            searches_N=rows.searches_N + search_S,
+            answer_N2=jnp.where(is_answer_S[:, None], span_S2, rows.answer_N2),
+            finish_N=jnp.where(writing_S, finish_S, rows.finish_N),
+        )
+        return dataclasses.replace(
+            state,
+            rows=rows,
+            phase_S=phase_S,
+            automaton_S=jnp.where(writing_S, table.next_XV[q_S, token_S], q_S).astype(jnp.int32),
+            opened_SA=opened_SA,
+        )
+
+    def extend(
+        self,
+        policy: Policy,
+        layers: list[Block],
+        state: State,
+        prompt_NP: jax.Array,
+        prompt_length_N: jax.Array,
+        observed: tuple[jax.Array, jax.Array, jax.Array, jax.Array] | None,
+    ) -> State:
+        """Hands in and refills finished slots, shows passages and corrections, fills the cache.
+
+        Args:
+          policy: the policy.
+          layers: its unstacked layers.
+          state: the state.
+          prompt_NP: the queue's prompts.
+          prompt_length_N: their lengths.
+          observed: for the slots that search: passages [S, R], scores [S, R], observation ids [S, C']
+            and lengths [S]; None for protocols that never search.
+
+        Returns:
+          The state, with every slot that waited writing again (or idle, if the queue is empty).
+        """
+        S, N = self.spec.slots, prompt_length_N.shape[0]
+        out, rows = _hand_in(state), state.rows
+        done_S = state.phase_S == DONE
+        rank_S = jnp.cumsum(done_S) - 1
+        taken_S = done_S & (state.next_episode + rank_S < N)
+        episode_S = jnp.where(taken_S, state.next_episode + rank_S, state.episode_S)
+        episode_S = jnp.where(done_S & ~taken_S, N, episode_S).astype(jnp.int32)
+        searching_S, invalid_S = state.phase_S == SEARCHING, state.phase_S == INVALID
+
+        # What is appended to each slot, and where the pass over new tokens begins.
+        mine_S = jnp.minimum(episode_S, N - 1)
+        new_SC = _pad_to(prompt_NP, self.spec.chunk)[mine_S]
+        new_length_S = jnp.where(taken_S, prompt_length_N[mine_S], 0)
+        if observed is not None:
+            row_SR, score_SR, ids_SC, length_S = observed
+            new_SC = jnp.where(searching_S[:, None], _pad_to(ids_SC, self.spec.chunk), new_SC)
+            new_length_S = jnp.where(searching_S, length_S, new_length_S)
+            slot_S = jnp.arange(S)
+            at_S = jnp.where(searching_S, rows.searches_N - 1, rows.rows_NTR.shape[1])
+            rows = dataclasses.replace(
+                rows,
+                rows_NTR=rows.rows_NTR.at[slot_S, at_S].set(row_SR, mode="drop"),
+                scores_NTR=rows.scores_NTR.at[slot_S, at_S].set(score_SR, mode="drop"),
+            )
+        if self.correction_ids:
+            said_C = _pad_to(jnp.array(self.correction_ids, jnp.int32)[None], self.spec.chunk)[0]
+            new_SC = jnp.where(invalid_S[:, None], said_C, new_SC)
+            new_length_S = jnp.where(invalid_S, len(self.correction_ids), new_length_S)
+        rows = jax.tree.map(
+            lambda fresh, old: jnp.where(_like(taken_S, old), fresh, old),
+            _device(trajectories.empty(S, self.spec.length, self.spec.searches, rows.rows_NTR.shape[2])),
+            rows,
+        )
+        begin_S = rows.length_N
+        turn_S = jnp.where(taken_S, 0, state.turn_S + searching_S + invalid_S)
+        at_SC = begin_S[:, None] + jnp.arange(self.spec.chunk)
+        at_SC = jnp.where(jnp.arange(self.spec.chunk) < new_length_S[:, None], at_SC, self.spec.length)
+        put = functools.partial(_put, jnp.arange(S)[:, None], at_SC)
+        rows = dataclasses.replace(
+            rows,
+            ids_NL=put(rows.ids_NL, new_SC),
+            turn_NL=put(rows.turn_NL, jnp.broadcast_to(turn_S[:, None], at_SC.shape)),
+            length_N=begin_S + new_length_S,
+            prompt_length_N=jnp.where(taken_S, new_length_S, rows.prompt_length_N),
+        )
+
+        # An action's last token is not in the cache yet, so the pass begins one token early.
+        start_S = jnp.maximum(begin_S - 1, 0)
+        chunk_SC = jnp.minimum(start_S[:, None] + jnp.arange(self.spec.chunk), self.spec.length - 1)
+        _, cache = policy.extend(
+            layers, state.cache, jnp.take_along_axis(rows.ids_NL, chunk_SC, axis=1), start_S
+        )
+        resumed_S = taken_S | searching_S | invalid_S
+        return dataclasses.replace(
+            state,
+            cache=cache,
+            rows=rows,
+            episode_S=episode_S,
+            phase_S=jnp.select([resumed_S, done_S], [WRITING, IDLE], state.phase_S),
+            automaton_S=jnp.where(resumed_S, 0, state.automaton_S),
+            opened_SA=jnp.where(resumed_S[:, None], -1, state.opened_SA),
+            written_S=jnp.where(resumed_S, 0, state.written_S),
+            turn_S=turn_S,
+            next_episode=jnp.minimum(state.next_episode + jnp.sum(done_S), N).astype(jnp.int32),
+            out=out,
+        )
+
+
+def sample(
+    logits_SV: jax.Array, draws: Draws, episode_S: jax.Array, position_S: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """One token per slot by inversion of the cumulative distribution, and its log-probability.
+
+    Token t is drawn where cumsum(p)[t-1] <= u < cumsum(p)[t], u uniform from the key of this episode
+    and position. One uniform number a token, so a draw does not depend on the vocabulary's size, on
+    the slot, or on what other slots do.
+    """
+    greedy = draws.temperature <= 0
+    scaled_SV = logits_SV / jnp.where(greedy, 1.0, draws.temperature)
+    logp_SV = jax.nn.log_softmax(scaled_SV, axis=-1)
+    cumulative_SV = jnp.cumsum(jnp.exp(logp_SV), axis=-1)
+
+    def uniform(episode, position):
+        key = jax.random.fold_in(jax.random.fold_in(draws.key, episode), position)
+        return jax.random.uniform(key)
+
+    u_S = jax.vmap(uniform)(episode_S, position_S)
+    drawn_S = jnp.sum(cumulative_SV <= u_S[:, None] * cumulative_SV[:, -1:], axis=-1)
+    drawn_S = jnp.minimum(drawn_S, logits_SV.shape[1] - 1)
+    token_S = jnp.where(greedy, jnp.argmax(logits_SV, axis=-1), drawn_S).astype(jnp.int32)
+    return token_S, jnp.take_along_axis(logp_SV, token_S[:, None], axis=1)[:, 0]
+
+
+def _hand_in(state: State) -> Trajectories:
+    """Copies finished episodes to their place in the output; other slots write out of bounds."""
+    episodes = state.out.length_N.shape[0]
+    at_S = jnp.where(state.phase_S == DONE, state.episode_S, episodes)
+    return jax.tree.map(
+        lambda out, rows: out.at[at_S].set(rows, mode="drop"), state.out, state.rows
+    )
+
+
+def _put(row: jax.Array, at: jax.Array, x: jax.Array, value: Any) -> jax.Array:
+    return x.at[row, at].set(value, mode="drop")
+
+
+def _last_span(span_ST2: jax.Array, index_S: jax.Array) -> tuple[jax.Array, jax.Array]:
+    at = jnp.maximum(index_S, 0)[:, None, None]
+    span_S2 = jnp.take_along_axis(span_ST2, at, axis=1)[:, 0]
+    return span_S2[:, 0], span_S2[:, 1]
+
+
+def _pad_to(x_SC: jax.Array, width: int) -> jax.Array:
+    return jnp.pad(x_SC, ((0, 0), (0, max(0, width - x_SC.shape[1]))))[:, :width]
+
+
+def _like(mask_S: jax.Array, x: jax.Array) -> jax.Array:
+    return mask_S.reshape(mask_S.shape + (1,) * (x.ndim - 1))
+
+
+def _device(x: Any) -> Any:
+    return jax.tree.map(jnp.asarray, x)
