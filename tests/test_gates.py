@@ -1,0 +1,112 @@
+"""Parsing a proposal, and the gates it must pass."""
+
+import pytest
+
+from zest_jax.tasks import gates
+
+OUTPUT = (
+    "<think> France, capital, river</think><question> What is the river of the capital of France?"
+    "</question><answer> Seine</answer>"
+)
+ANSWERS = ("Seine", "Sequana")
+PASSAGES = (
+    "France: a country; its capital is Paris.",
+    "Paris: a city on the Seine.",
+    "Seine: a river of France.",
+)
+
+
+def test_parse_proposal():
+    got = gates.parse_proposal(OUTPUT)
+    assert got.question == "What is the river of the capital of France?"
+    assert (got.answer, got.think, got.problem) == ("Seine", "France, capital, river", "")
+    assert got.parseable
+    assert gates.parse_proposal("noise\n" + OUTPUT + "<|endoftext|>").parseable
+
+
+@pytest.mark.parametrize(
+    ("output", "problem"),
+    [
+        ("", "no question"),
+        ("<think>x</think><answer>y</answer>", "no question"),
+        ("<question>x</question>", "no answer"),
+        ("<question>x</question><answer>y", "not exactly one answer"),
+        (OUTPUT + "<question>z</question>", "not exactly one question"),
+        (OUTPUT + "<answer>z</answer>", "not exactly one answer"),
+        ("<question> </question><answer>y</answer>", "blank question"),
+        ("<question>x</question><answer>\n</answer>", "blank answer"),
+        ("<question>x<answer>y</answer></question>", "tag inside the question"),
+        ("</question>x<question><answer>y</answer>", "not exactly one question"),
+        ("<answer>y</answer><question>x</question>", "answer before question"),
+        ("<question>x <think>y</think></question><answer>z</answer>", "tag inside the question"),
+    ],
+)
+def test_unreadable_pairs(output, problem):
+    got = gates.parse_proposal(output)
+    assert (got.question, got.answer, got.problem) == (None, None, problem)
+    assert not got.parseable
+
+
+def test_reasoning_must_come_before_the_question():
+    late = "<question>x</question><think>y</think><answer>z</answer>"
+    assert gates.parse_proposal(late).think is None
+    assert gates.parse_proposal("<think>a</think> no pair").think == "a"
+    assert gates.parse_proposal(OUTPUT.replace("</think>", "")).think is None
+
+
+def test_leak():
+    assert gates.leaks_answer("Is the sequana long?", ANSWERS)
+    assert not gates.leaks_answer("Is the Seinelike river long?", ANSWERS)
+    verdict = gates.hides_answer("Is the Seine long?", ANSWERS)
+    assert not verdict and verdict.reason == "answer in question"
+    assert gates.hides_answer("Is it long?", ANSWERS)
+
+
+def test_lengths():
+    assert gates.question_length("Who wrote it?")
+    assert gates.question_length("Who?").reason == "question too short"
+    assert gates.question_length("Who wrote it?", min_words=4).reason == "question too short"
+    assert gates.question_length("w " * 50)
+    assert gates.question_length("w " * 51).reason == "question too long"
+    assert gates.question_length("x" * 1001).reason == "question too long"
+    assert gates.answer_length("the Seine")
+    assert gates.answer_length("the").reason == "answer blank"
+    assert gates.answer_length("b c d", max_words=2).reason == "answer too long"
+
+
+def test_grounded():
+    assert gates.grounded(ANSWERS, PASSAGES, 2)
+    seed_only = ("France: the Seine flows here.", "Paris: a city.", "Loire: a river.")
+    verdict = gates.grounded(ANSWERS, seed_only, 2)
+    assert not verdict and verdict.reason == "answer not beyond the seed"
+    # one hop: the seed may support it
+    assert gates.grounded(ANSWERS, seed_only[:2], 1)
+    assert gates.grounded(("Rhone",), PASSAGES[:2], 1).reason == "answer not in evidence"
+    assert gates.grounded(("Rhone", "sequana"), ("x", "y", "the Sequana"), 2)  # by an alias
+    with pytest.raises(ValueError, match="3 passages"):
+        gates.grounded(ANSWERS, PASSAGES[:2], 2)
+
+
+@pytest.mark.parametrize(
+    ("output", "s_fmt", "reason"),
+    [
+        (OUTPUT, 1.0, ""),
+        (OUTPUT.replace("capital of France", "Seine"), 0.75, "answer in question"),
+        (OUTPUT.replace("<answer> Seine", "<answer> Loire"), 0.75, "answer is not the target"),
+        (OUTPUT.replace("<think> France, capital, river</think>", ""), 0.75, "no reasoning"),
+        (OUTPUT.replace("</question>", ""), 0.25, "not exactly one question"),
+        ("", 0.0, "no question"),
+    ],
+)
+def test_gate_dr_free(output, s_fmt, reason):
+    got = gates.gate_dr_free(gates.parse_proposal(output), ANSWERS, PASSAGES, 2)
+    assert (got.s_fmt, got.grounded, got.reason) == (s_fmt, True, reason)
+    assert got.passed == (reason == "")
+    assert got.fmt_parts.score == got.s_fmt
+
+
+def test_gate_dr_free_without_grounding():
+    passages = ("France: near the Seine.", "Paris: a city.", "Loire: a river.")
+    got = gates.gate_dr_free(gates.parse_proposal(OUTPUT), ANSWERS, passages, 2)
+    assert (got.s_fmt, got.grounded, got.passed) == (1.0, False, False)
+    assert got.reason == "answer not beyond the seed"

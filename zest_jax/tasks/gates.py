@@ -1,0 +1,202 @@
+"""Gates: what a proposal must pass before it may be paid for or trained on.
+
+Host functions over text. Every gate answers with a ``Verdict``: passed or not, and a short reason
+that is counted in the metrics, so that a run shows *why* proposals fall.
+
+A gate that cannot decide refuses: one that lets pass what it failed to check was a flaw of earlier
+systems (METHODS 7.5).
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+from zest_jax import text
+from zest_jax.rewards.format import DrFreeFormat, dr_free_format
+
+PROPOSAL_TAGS = ("think", "question", "answer")
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """Outcome of one gate; true where it passed.
+
+    Attributes:
+        passed: the proposal may go on.
+        reason: empty where passed, else a few fixed words (no text of the proposal), fit to count.
+    """
+
+    passed: bool
+    reason: str = ""
+
+    def __bool__(self) -> bool:
+        return self.passed
+
+
+PASS = Verdict(True)
+
+
+@dataclasses.dataclass(frozen=True)
+class ParsedProposal:
+    """A proposer's output taken apart.
+
+    Attributes:
+        question, answer: the pair, or both None where it could not be read.
+        think: body of the first reasoning block, None where there is none.
+        problem: why the pair could not be read; empty where it could.
+    """
+
+    question: str | None
+    answer: str | None
+    think: str | None
+    problem: str = ""
+
+    @property
+    def parseable(self) -> bool:
+        """The pair could be read."""
+        return not self.problem
+
+
+def parse_proposal(output: str) -> ParsedProposal:
+    """Reads ``<think>…</think> <question>…</question> <answer>…</answer>``.
+
+    The pair is readable if there is exactly one complete question and one complete answer, in this
+    order, neither blank nor holding another tag of the protocol. One, because several questions
+    leave open which of them is meant, and a proposer could otherwise have the gate choose.
+
+    The reasoning block counts only where it stands before the question; text outside tags is
+    allowed.
+    """
+    question_at = output.find("<question>")
+    before = output if question_at < 0 else output[:question_at]
+    thoughts = text.tags(before, "think")
+    think = thoughts[0] if thoughts else None
+    problem = _pair_problem(output)
+    if problem:
+        return ParsedProposal(None, None, think, problem)
+    question, answer = text.tags(output, "question")[0], text.tags(output, "answer")[0]
+    return ParsedProposal(question, answer, think)
+
+
+def _pair_problem(output: str) -> str:
+    for name in ("question", "answer"):
+        if (output.count(f"<{name}>"), output.count(f"</{name}>")) != (1, 1):
+            found = output.count(f"<{name}>") + output.count(f"</{name}>")
+            return f"no {name}" if found == 0 else f"not exactly one {name}"
+        bodies = text.tags(output, name)
+        if not bodies:
+            return f"not exactly one {name}"  # closed before it is opened
+        if not bodies[0]:
+            return f"blank {name}"
+        if any(f"<{tag}>" in bodies[0] or f"</{tag}>" in bodies[0] for tag in PROPOSAL_TAGS):
+            return f"tag inside the {name}"
+    if output.index("<question>") > output.index("<answer>"):
+        return "answer before question"
+    return ""
+
+
+def leaks_answer(question: str, answers: Sequence[str]) -> bool:
+    """Some name of the answer stands in the question (normalised, as whole words)."""
+    return text.contains_any(question, answers)
+
+
+def hides_answer(question: str, answers: Sequence[str]) -> Verdict:
+    """Gate: no name of the answer stands in the question."""
+    return Verdict(False, "answer in question") if leaks_answer(question, answers) else PASS
+
+
+def question_length(
+    question: str,
+    *,
+    min_words: int = 1,
+    max_words: int = 50,
+    min_characters: int = 10,
+    max_characters: int = 1000,
+) -> Verdict:
+    """Gate: the question is neither a stub nor an essay (limits inclusive; METHODS 4.5, 6.1)."""
+    words, characters = len(question.split()), len(question.strip())
+    if words < min_words or characters < min_characters:
+        return Verdict(False, "question too short")
+    if words > max_words or characters > max_characters:
+        return Verdict(False, "question too long")
+    return PASS
+
+
+def answer_length(answer: str, *, max_words: int = 10) -> Verdict:
+    """Gate: the answer is a name, not a paragraph (METHODS 4.2)."""
+    words = len(text.normalize_answer(answer).split())
+    if words == 0:
+        return Verdict(False, "answer blank")
+    return Verdict(False, "answer too long") if words > max_words else PASS
+
+
+def grounded(answers: Sequence[str], passages: Sequence[str], hops: int) -> Verdict:
+    """Gate: the answer stands in an admissible supporting passage of the chain (METHODS 2.5).
+
+    One hop: any passage of the chain, the seed's own included. Several hops: at least one that is
+    not the seed's, since a question which the seed alone supports needs no second hop. Normalised
+    match on whole words.
+
+    Args:
+        answers: accepted names of the answer.
+        passages: texts of the chain's passages in order e0..eh; the first is the seed's. Whether a
+            text opens with its title is the caller's choice: with titles, the answer's own
+            passage always contains it.
+        hops: hop count h of the chain, so that ``h + 1`` passages are expected.
+    """
+    if hops < 1 or len(passages) != hops + 1:
+        raise ValueError(f"a chain of {hops} hops has {hops + 1} passages, got {len(passages)}")
+    admissible = passages if hops == 1 else passages[1:]
+    if any(text.contains_any(passage, answers) for passage in admissible):
+        return PASS
+    return Verdict(False, "answer not in evidence" if hops == 1 else "answer not beyond the seed")
+
+
+@dataclasses.dataclass(frozen=True)
+class GateResult:
+    """What the gates of Dr. Free say of one proposal.
+
+    Attributes:
+        fmt_parts: the four parts of the format score.
+        s_fmt: their mean, in [0, 1].
+        grounded: the answer stands in an admissible passage.
+        reason: first thing that is wrong; empty where the proposal passed.
+    """
+
+    fmt_parts: DrFreeFormat
+    s_fmt: float
+    grounded: bool
+    reason: str
+
+    @property
+    def passed(self) -> bool:
+        """Full format score and grounded: the information gain is paid."""
+        return self.s_fmt == 1.0 and self.grounded
+
+
+def gate_dr_free(
+    parsed: ParsedProposal, answers: Sequence[str], passages: Sequence[str], hops: int
+) -> GateResult:
+    """Format score and grounding of a proposal for a chain (Dr. Free, METHODS 2.5).
+
+    Grounding is a property of the chain's answer, checked whether or not the proposal gives it:
+    the two are reported apart.
+
+    Args:
+        parsed: the proposal.
+        answers: accepted names of the chain's last entity (label first, then aliases).
+        passages: texts of the chain's passages in order e0..eh.
+        hops: hop count of the chain.
+    """
+    parts = dr_free_format(parsed.question, parsed.answer, parsed.think, answers)
+    support = grounded(answers, passages, hops)
+    if not parts.parseable:
+        reason = parsed.problem or "no pair"
+    elif not parts.no_leak:
+        reason = "answer in question"
+    elif not parts.target:
+        reason = "answer is not the target"
+    elif not parts.think:
+        reason = "no reasoning"
+    else:
+        reason = support.reason
+    return GateResult(parts, parts.score, support.passed, reason)
