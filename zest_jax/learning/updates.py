@@ -1,0 +1,250 @@
+"""The jitted updates: behaviour cloning, the solver's step, and Dr. Free's whole proposer step.
+
+Each takes a train state and a packed batch, adds up gradients over the micro-batches that hold
+anything, and applies one optimiser step. Losses are normalised by the loss tokens of the whole step,
+so neither packing nor accumulation nor data parallelism changes the result.
+
+Shape letters: B rollouts or proposals, C contexts, R rows, X targets per row.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from zest_jax.learning.advantages import AdvantageSpec
+from zest_jax.learning.likelihood import as_rows, sequence_log_likelihood, target_log_probs
+from zest_jax.learning.losses import cross_entropy, policy_gradient_loss, token_mean
+from zest_jax.learning.packing import Packed
+from zest_jax.models import PolicyConfig, bind
+from zest_jax.models.policy import Params
+
+Metrics = dict[str, jax.Array]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """What an update changes, and what a checkpoint holds of a role.
+
+    Attributes:
+      params: float32 master weights.
+      opt_state: the optimiser's moments and counts.
+      step: updates made.
+    """
+
+    params: Params
+    opt_state: Any
+    step: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class UpdateSpec:
+    """How a role is updated; static in the compiled step.
+
+    Attributes:
+      learning_rate: peak.
+      warmup_steps: steps from 0 to the peak.
+      total_steps: steps over which a cosine falls to `final_scale` of the peak; 0 holds the peak.
+      final_scale: see `total_steps`.
+      b1: decay of Adam's first moment.
+      b2: decay of Adam's second moment.
+      weight_decay: decoupled, on matrices only.
+      max_grad_norm: gradients are scaled down to this global norm.
+      clip_low: policy-gradient ratio clip below 1.
+      clip_high: policy-gradient ratio clip above 1.
+      temperature: of the sampler's softmax.
+      remat: what the backward pass keeps, see `Policy`.
+    """
+
+    learning_rate: float
+    warmup_steps: int = 0
+    total_steps: int = 0
+    final_scale: float = 0.1
+    b1: float = 0.9
+    b2: float = 0.98
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    temperature: float = 1.0
+    remat: str = "none"
+
+    def optimizer(self) -> optax.GradientTransformation:
+        """Clipping, then AdamW on the schedule."""
+        if self.total_steps:
+            rate = optax.warmup_cosine_decay_schedule(
+                0.0 if self.warmup_steps else self.learning_rate,
+                self.learning_rate,
+                self.warmup_steps,
+                max(self.total_steps, self.warmup_steps + 1),
+                self.learning_rate * self.final_scale,
+            )
+        elif self.warmup_steps:
+            rate = optax.linear_schedule(0.0, self.learning_rate, self.warmup_steps)
+        else:
+            rate = optax.constant_schedule(self.learning_rate)
+        return optax.chain(
+            optax.clip_by_global_norm(self.max_grad_norm),
+            optax.adamw(
+                rate,
+                b1=self.b1,
+                b2=self.b2,
+                weight_decay=self.weight_decay,
+                mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, params),
+            ),
+        )
+
+    def init(self, params: Params) -> TrainState:
+        """A fresh optimiser around a copy of the parameters (updates donate theirs)."""
+        params = jax.tree.map(jnp.copy, params)
+        return TrainState(params, self.optimizer().init(params), jnp.zeros((), jnp.int32))
+
+
+def cloning_update(
+    config: PolicyConfig, spec: UpdateSpec, state: TrainState, batch: Packed
+) -> tuple[TrainState, Metrics]:
+    """One step of behaviour cloning: the mean of -log pi(target) over all targets."""
+    normaliser = _count(batch)
+
+    def loss(policy, micro):
+        logp_RX, entropy_RX = target_log_probs(policy, micro, remat=spec.remat)
+        return cross_entropy(logp_RX, micro.mask_MRX, normaliser), {
+            "entropy": token_mean(entropy_RX, micro.mask_MRX, normaliser)
+        }
+
+    return _step(config, spec, state, batch, loss)
+
+
+def policy_update(
+    config: PolicyConfig,
+    spec: UpdateSpec,
+    state: TrainState,
+    batch: Packed,
+    advantage_B: jax.Array,
+) -> tuple[TrainState, Metrics]:
+    """One clipped policy-gradient step (GRPO's and HRPO's alike: they differ in the advantages).
+
+    Args:
+      config: shape of the policy.
+      spec: how to update.
+      state: donated by the caller's jit.
+      batch: sampled sequences; a target's owner is its row in `advantage_B`.
+      advantage_B: advantage of each sequence.
+
+    Returns:
+      The new state and metrics (loss, ratio, clip_fraction, kl_to_sampler, exp_abs_delta, entropy,
+      grad_norm).
+    """
+    normaliser = _count(batch)
+
+    def loss(policy, micro):
+        logp_RX, entropy_RX = target_log_probs(
+            policy, micro, temperature=spec.temperature, remat=spec.remat
+        )
+        value, metrics = policy_gradient_loss(
+            logp_RX,
+            micro.logp_MRX,
+            advantage_B[micro.owner_MRX],
+            micro.mask_MRX,
+            normaliser,
+            spec.clip_low,
+            spec.clip_high,
+        )
+        return value, metrics | {"entropy": token_mean(entropy_RX, micro.mask_MRX, normaliser)}
+
+    return _step(config, spec, state, batch, loss)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ProposalBatch:
+    """Everything the host supplies to Dr. Free's proposer step: tokens, format scores and the gate.
+
+    Attributes:
+      proposals: the sampled proposals; owners are rows of the arrays below.
+      contexts: answer sequences under each context; owner b * C + c.
+      valid_BC: contexts that exist for the proposal (columns as in `rewards.information_gain`).
+      format_B: format score s_fmt in [0, 1].
+      grounded_B: whether the grounding gate was passed.
+      hops_B: hop count of the chain: the group of HRPO.
+      reward_order_B: rewards are taken in this order; the identity, but for the shuffled control.
+    """
+
+    proposals: Packed
+    contexts: Packed
+    valid_BC: jax.Array
+    format_B: jax.Array
+    grounded_B: jax.Array
+    hops_B: jax.Array
+    reward_order_B: jax.Array
+
+
+def proposer_update(
+    config: PolicyConfig,
+    anchor_config: PolicyConfig,
+    spec: UpdateSpec,
+    advantage: AdvantageSpec,
+    reward: Callable[[jax.Array, ProposalBatch], dict[str, jax.Array]],
+    state: TrainState,
+    anchor_params: Params,
+    batch: ProposalBatch,
+) -> tuple[TrainState, Metrics, dict[str, jax.Array]]:
+    """Likelihoods of all contexts, reward, hop-grouped advantage and update, in one program.
+
+    Args:
+      config: shape of the proposer.
+      anchor_config: shape of the frozen anchor.
+      spec: how to update.
+      advantage: the estimator; Dr. Free's is HRPO, keyed by `hops_B`.
+      reward: from likelihoods [B, C] and the batch to a dict of [B] arrays with at least `reward`.
+      state: the proposer, donated by the caller's jit.
+      anchor_params: the frozen anchor.
+      batch: what the host supplies.
+
+    Returns:
+      The new state, the update's metrics, and per proposal: `loglik_BC`, `advantage`, and whatever
+      `reward` gave.
+    """
+    B, C = batch.valid_BC.shape
+    loglik_BC = sequence_log_likelihood(
+        anchor_config, anchor_params, batch.contexts, B * C
+    ).reshape(B, C)
+    parts = reward(loglik_BC, batch)
+    advantage_B = advantage(parts["reward"][batch.reward_order_B], batch.hops_B)
+    state, metrics = policy_update(config, spec, state, batch.proposals, advantage_B)
+    return state, metrics, parts | {"loglik_BC": loglik_BC, "advantage": advantage_B}
+
+
+def _step(
+    config: PolicyConfig, spec: UpdateSpec, state: TrainState, batch: Packed, loss: Callable
+) -> tuple[TrainState, Metrics]:
+    """Adds up loss, metrics and gradients over the micro-batches, then applies the optimiser."""
+
+    def value(params, micro):
+        return loss(bind(config, params), micro)
+
+    rows = as_rows(batch)
+    micro_0 = jax.tree.map(lambda x: x[0], rows)
+    shapes = jax.eval_shape(jax.value_and_grad(value, has_aux=True), state.params, micro_0)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+    def add(i, total):
+        micro = jax.tree.map(lambda x: x[i], rows)
+        return jax.tree.map(
+            jnp.add, total, jax.value_and_grad(value, has_aux=True)(state.params, micro)
+        )
+
+    (value_sum, metrics), grads = jax.lax.fori_loop(0, batch.micro_batches, add, zeros)
+    updates, opt_state = spec.optimizer().update(grads, state.opt_state, state.params)
+    params = optax.apply_updates(state.params, updates)
+    metrics = metrics | {"loss": value_sum, "grad_norm": optax.global_norm(grads)}
+    return TrainState(params, opt_state, state.step + 1), metrics
+
+
+def _count(batch: Packed) -> jax.Array:
+    """Loss tokens of the whole step, at least 1."""
+    return jnp.maximum(jnp.sum(batch.mask_MRX, dtype=jnp.float32), 1.0)
