@@ -53,6 +53,9 @@ def group_advantages(
     * Rows outside ``valid_B`` give 0 and count in no statistic, whatever their reward holds (NaN
       included). They are the padding of a batch, or proposals that never got a reward.
 
+    Groups cross devices: the arrays may be sharded over a mesh with automatic axes. Over explicit
+    axes they must be handed in replicated, since keys are sorted.
+
     Args:
         reward_B: scalar reward per row, any unit.
         group_B: integer key per row. Any values; the number of groups may change between calls
