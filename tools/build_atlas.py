@@ -217,7 +217,7 @@ Made by `tools/build_atlas.py` (the command stands at its head) from these packa
 | mendeleev | {mendeleev} | MIT | elements, families, places of discovery |
 | Babel | {babel} | BSD-3-Clause; data of CLDR, Unicode License v3 | names and use of currencies, languages, scripts |
 
-Attribution: this folder contains data derived from GeoNames (https://www.geonames.org), licensed
+Attribution: this folder holds data derived from GeoNames (https://www.geonames.org), licensed
 under CC BY 4.0 (https://creativecommons.org/licenses/by/4.0/), changed as told below. CLDR data:
 Copyright Unicode, Inc., Unicode License v3 (https://www.unicode.org/license.txt). See LICENSE.md.
 
@@ -236,14 +236,15 @@ Copyright Unicode, Inc., Unicode License v3 (https://www.unicode.org/license.txt
 - *largest neighbour*, *largest/smallest country* of a region: by area. *Largest/smallest user* of a
   currency, *smallest speaker* of a language: by population. *Largest city*: by population, told of a
   country only where it is not the capital.
-- *language*: the one with most speakers among those that CLDR has as official. Languages are listed
+- *language*: the one with most speakers among those that CLDR has as official, but for seven
+  countries that `tools/atlas_sources.py` names. Languages are listed
   when they are some country's main one or have {speakers} million speakers.
 - *lightest/heaviest*: by atomic number. *discoverer* may have several tails; chains leave it out then.
 - Populations and the like in the passages are rounded; they are never asked for.
 
 ## Splits
-By entity, drawn within each kind: {splits}. Training chains hold training entities only; the others
-start from an entity of theirs. Chains that pass the three filters:
+By entity, drawn within each kind: {splits}.
+Training chains hold training entities only; the others start from an entity of theirs. Chains that pass the three filters:
 
 | split | 1 hop | 2 hops | 3 hops |
 | --- | --- | --- | --- |
@@ -251,6 +252,15 @@ start from an entity of theirs. Chains that pass the three filters:
 
 `heldout.jsonl` ({heldout} questions) and `validation.jsonl` ({validation}) are written by template;
 no run trains on either.
+"""
+
+LICENCES = """\
+# Licences of the atlas
+
+The files of this folder are made from the packages below (see PROVENANCE.md). What stems from
+GeoNames is licensed under Creative Commons Attribution 4.0 International: credit GeoNames
+(https://www.geonames.org), link the licence (https://creativecommons.org/licenses/by/4.0/) and say
+what you changed. The other notices follow as their owners ask.
 """
 
 
@@ -379,7 +389,6 @@ def write_world(folder: Path) -> list[Entity]:
     return entities
 
 
-
 def write_tokenizer(folder: Path, atlas: Atlas) -> None:
     """Byte-level BPE of Qwen's form, trained on what the smoke run reads and writes.
 
@@ -496,6 +505,21 @@ def write_provenance(folder: Path, atlas: Atlas) -> None:
     (folder / "PROVENANCE.md").write_text(text, encoding="utf-8", newline="\n")
 
 
+def write_licences(folder: Path) -> None:
+    """The notices that the sources ask to be kept."""
+    parts = [LICENCES.strip()]
+    for package in PACKAGES[:-1]:
+        for file in sorted(importlib.metadata.files(package) or [], key=str):
+            if file.name in ("LICENSE", "LICENSE.unicode"):
+                title = "CLDR data" if file.name.endswith("unicode") else package
+                text = file.locate().read_text(encoding="utf-8").strip()
+                parts.append(
+                    f"## {title}\n\n" + "\n".join(f"    {x}".rstrip() for x in text.split("\n"))
+                )
+    text = "\n\n".join(parts) + "\n"
+    (folder / "LICENSE.md").write_text(text, encoding="utf-8", newline="\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     default = Path(__file__).resolve().parent.parent / "zest_jax" / "assets" / "atlas"
@@ -509,6 +533,7 @@ def main() -> None:
     write_tokenizer(folder / "tokenizer", atlas)
     write_questions(folder, atlas)
     write_provenance(folder, load_atlas(folder))
+    write_licences(folder)
 
 
 if __name__ == "__main__":

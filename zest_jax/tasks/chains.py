@@ -56,9 +56,7 @@ def unambiguous(graph: KnowledgeGraph, max_tails: int = 1) -> Bools:
     heads, relations = graph.heads, graph.relations
     if not len(heads):
         return np.zeros(0, bool)
-    begins = np.concatenate(
-        [[True], (heads[1:] != heads[:-1]) | (relations[1:] != relations[:-1])]
-    )
+    begins = np.concatenate([[True], (heads[1:] != heads[:-1]) | (relations[1:] != relations[:-1])])
     run = np.cumsum(begins) - 1
     few = np.bincount(run)[run] <= max_tails
     clear = _clear_names(graph)
@@ -110,7 +108,7 @@ def sample_chains(
     count: int,
     rng: np.random.Generator,
     *,
-    triples: Bools,
+    triples: Bools | None = None,
     first_triples: Bools | None = None,
     allowed: Bools | None = None,
     start: Bools | None = None,
@@ -125,7 +123,7 @@ def sample_chains(
       hops: number of relations, h >= 1.
       count: number of chains; no two of the result are the same.
       rng: the only source of chance; the same state gives the same chains.
-      triples: [T] bool, triples that may be walked.
+      triples: [T] bool, triples that may be walked; those that are `unambiguous` without it.
       first_triples: [T] bool, those that may come first; all of ``triples`` without it.
       allowed: [E] bool, entities that may stand at any position; all without it.
       start: [E] bool, entities that may stand first; all of ``allowed`` without it. A start need
@@ -136,12 +134,7 @@ def sample_chains(
     """
     if hops < 1 or count < 0:
         raise ValueError(f"Cannot draw {count} chains of {hops} hops.")
-    everything = np.ones(graph.entity_count, bool)
-    allowed = everything if allowed is None else allowed
-    start = allowed if start is None else start
-    later = triples & allowed[graph.tails]
-    steps = [_Step(graph, later & start[graph.heads] & _or_all(first_triples, later))]
-    steps += [_Step(graph, later & allowed[graph.heads])] * (hops - 1)
+    steps = _steps(graph, hops, triples, first_triples, allowed, start)
     starts = np.flatnonzero(steps[0].counts)
 
     found: dict[tuple[int, ...], tuple[int, ...]] = {}
@@ -163,23 +156,32 @@ def count_chains(
     graph: KnowledgeGraph,
     hops: int,
     *,
-    triples: Bools,
+    triples: Bools | None = None,
     first_triples: Bools | None = None,
     allowed: Bools | None = None,
     start: Bools | None = None,
 ) -> int:
     """Number of chains that `sample_chains` chooses from, by listing them all."""
-    everything = np.ones(graph.entity_count, bool)
-    allowed = everything if allowed is None else allowed
-    start = allowed if start is None else start
-    later = triples & allowed[graph.tails]
-    steps = [_Step(graph, later & start[graph.heads] & _or_all(first_triples, later))]
-    steps += [_Step(graph, later & allowed[graph.heads])] * (hops - 1)
+    steps = _steps(graph, hops, triples, first_triples, allowed, start)
     return len(_list_all(graph, steps, np.flatnonzero(steps[0].counts))[0])
 
 
-def _or_all(mask: Bools | None, like: Bools) -> Bools:
-    return np.ones_like(like) if mask is None else mask
+def _steps(
+    graph: KnowledgeGraph,
+    hops: int,
+    triples: Bools | None,
+    first_triples: Bools | None,
+    allowed: Bools | None,
+    start: Bools | None,
+) -> list[_Step]:
+    triples = unambiguous(graph) if triples is None else triples
+    allowed = np.ones(graph.entity_count, bool) if allowed is None else allowed
+    start = allowed if start is None else start
+    later = triples & allowed[graph.tails]
+    first = later & start[graph.heads]
+    if first_triples is not None:
+        first = first & first_triples
+    return [_Step(graph, first)] + [_Step(graph, later & allowed[graph.heads])] * (hops - 1)
 
 
 class _Step:
@@ -206,8 +208,8 @@ def _walk(
         counts = step.counts[place]
         alive = alive & (counts > 0)
         pick = step.offsets[place] + rng.integers(np.maximum(counts, 1))
-        triple = np.where(alive, step.triples[np.minimum(pick, len(step.triples) - 1)], -1) \
-            if len(step.triples) else np.full(walks, -1)  # fmt: skip
+        # A sentinel at the end keeps the look-up of a stuck walk in range.
+        triple = np.where(alive, np.append(step.triples, -1)[np.where(alive, pick, -1)], -1)
         place = np.where(alive, graph.tails[triple], place)
         entities.append(place)
         walked.append(triple)

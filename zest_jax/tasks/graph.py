@@ -143,7 +143,9 @@ class KnowledgeGraph:
           UserError: a file is missing, empty or malformed, or a triple names an unknown id (file,
             line and what was expected).
         """
-        entity_rows = [_entity(record, where) for record, where in read_records(entities, "entities")]
+        entity_rows = [
+            _entity(record, where) for record, where in read_records(entities, "entities")
+        ]
         relation_rows = [
             (_text(record, "id", where), _text(record, "label", where))
             for record, where in read_records(relations, "relations")

@@ -242,9 +242,7 @@ def proposer_flaws(hops: int) -> tuple[str, ...]:
 # ── Names ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def random_names(
-    entities: Iterable[int], atlas: Atlas, rng: np.random.Generator
-) -> dict[int, str]:
+def random_names(entities: Iterable[int], atlas: Atlas, rng: np.random.Generator) -> dict[int, str]:
     """A random name for each entity, all different: 1 to 6 pieces of the atlas vocabulary.
 
     The first piece begins a word with a capital; of the others about one in eight begins a second

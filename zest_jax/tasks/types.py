@@ -61,7 +61,7 @@ class Chain:
     """A walk ``C = (e0, r1, e1, ..., rh, eh)`` (METHODS 2.2); numbers are rows of the graph.
 
     Attributes:
-      id: e.g. ``"Q142-capital-Q90"``, unique for the walk.
+      id: e.g. ``"Q142|P36|Q90"``, unique for the walk.
       entities: h + 1 entity rows, the source first and the answer last.
       relations: h relation rows.
     """
