@@ -228,6 +228,10 @@ def test_a_chart_by_hand():
 def test_charts_of_few_and_of_many_points():
     lone = charts.line_chart([Series("x", [(3, 0.5)])], "one")
     assert 'class="dot" cx="228.0"' in lone
+    placed = charts.line_chart([Series("x", [(1, 0.5)])], "one", x_range=(0, 4))
+    assert 'class="dot" cx="137.0"' in placed  # 46 + 364 / 4
+    tiny = charts.line_chart([Series("x", [(0, 1e-8), (1, 2e-8)])], "tiny")
+    assert ">1e-8<" in tiny and ">2e-8<" in tiny
     many = charts.line_chart([Series("x", [(i, i % 2) for i in range(10_000)])], "many")
     assert many.count("<circle") == charts.MOST_POINTS and len(many) < 40_000
     assert 'class="raw"' in many and 'class="line"' in many

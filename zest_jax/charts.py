@@ -7,17 +7,20 @@ light or dark. Hovering over a point shows its numbers through <title>; there is
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from markupsafe import Markup, escape
 
 Point = tuple[float, float]
+Place = Callable[[Point], Point]  # From numbers to where they are drawn.
 
 WIDTH, HEIGHT = 420, 230
 LEFT, RIGHT, TOP, BOTTOM = 46, 10, 10, 26  # Margins for the numbers on the axes.
 COLOURS = 8
 MOST_POINTS = 160  # More are merged: nobody sees them, and the page grows.
+DOTS_UP_TO = 12  # So few points are each marked.
 SMOOTH_FROM = 30  # Points from which a running mean is drawn over the faint raw line.
 
 
@@ -29,21 +32,30 @@ class Series:
     points: Sequence[Point]
 
 
-def line_chart(series: Sequence[Series], label: str) -> Markup:
-    """The lines of `series` in one chart; `label` is what a screen reader says."""
+def line_chart(
+    series: Sequence[Series], label: str, x_range: tuple[float, float] | None = None
+) -> Markup:
+    """The lines of `series` in one chart.
+
+    Args:
+      series: at least one with a point.
+      label: what a screen reader says.
+      x_range: the first and last x that the axis shows; by default those of the points.
+    """
     drawn = [Series(each.name, thin(each.points)) for each in series if each.points]
     if not drawn:
         raise ValueError(f"chart {label!r} has no point to draw")
     xs = [x for each in drawn for x, _ in each.points]
     ys = [y for each in drawn for _, y in each.points]
-    x_ticks, y_ticks = nice_ticks(min(xs), max(xs), 5), nice_ticks(min(ys), max(ys), 5)
-    # Values reach from the first tick to the last; steps only as far as there are any.
-    x_range, y_range = (min(xs), max(xs)), (y_ticks[0], y_ticks[-1])
+    x_low, x_high = x_range or (min(xs), max(xs))
+    x_ticks, y_ticks = nice_ticks(x_low, x_high, 5), nice_ticks(min(ys), max(ys), 5)
+    # The y axis goes from its first tick to its last, the x axis only as far as there are steps.
+    y_low, y_high = y_ticks[0], y_ticks[-1]
 
     def place(point: Point) -> Point:
         return (
-            LEFT + _share(point[0], *x_range) * (WIDTH - LEFT - RIGHT),
-            HEIGHT - BOTTOM - _share(point[1], *y_range) * (HEIGHT - TOP - BOTTOM),
+            LEFT + _share(point[0], x_low, x_high) * (WIDTH - LEFT - RIGHT),
+            HEIGHT - BOTTOM - _share(point[1], y_low, y_high) * (HEIGHT - TOP - BOTTOM),
         )
 
     parts = [
@@ -51,13 +63,17 @@ def line_chart(series: Sequence[Series], label: str) -> Markup:
         '<g class="axis">',
     ]
     for tick in y_ticks:
-        y = place((x_range[0], tick))[1]
+        y = place((x_low, tick))[1]
         parts.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{tick:g}</text>')
+        parts.append(
+            f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{_short(tick)}</text>'
+        )
     for tick in x_ticks:
-        if x_range[0] <= tick <= x_range[1]:
-            x = place((tick, y_range[0]))[0]
-            parts.append(f'<text x="{x:.1f}" y="{HEIGHT - 8}" text-anchor="middle">{tick:g}</text>')
+        if x_low <= tick <= x_high:
+            x = place((tick, y_low))[0]
+            parts.append(
+                f'<text x="{x:.1f}" y="{HEIGHT - 8}" text-anchor="middle">{_short(tick)}</text>'
+            )
     parts.append("</g>")
     for number, each in enumerate(drawn):
         parts.append(f'<g class="s{number % COLOURS}">')
@@ -67,14 +83,15 @@ def line_chart(series: Sequence[Series], label: str) -> Markup:
     return Markup("".join(parts))
 
 
-def _line(series: Series, place) -> list[str]:
+def _line(series: Series, place: Place) -> list[str]:
     """Raw line (faint if a running mean is drawn too), lone points as dots, hover targets."""
     smooth = len(series.points) >= SMOOTH_FROM
     parts = []
     for run in split_at_gaps(series.points):
+        if len(run) == 1 or len(series.points) <= DOTS_UP_TO:
+            for x, y in map(place, run):
+                parts.append(f'<circle class="dot" cx="{x:.1f}" cy="{y:.1f}" r="3"/>')
         if len(run) == 1:
-            x, y = place(run[0])
-            parts.append(f'<circle class="dot" cx="{x:.1f}" cy="{y:.1f}" r="3"/>')
             continue
         parts.append(_path(run, place, "raw" if smooth else "line"))
         if smooth:
@@ -88,7 +105,7 @@ def _line(series: Series, place) -> list[str]:
     return parts
 
 
-def _path(points: Sequence[Point], place, kind: str) -> str:
+def _path(points: Sequence[Point], place: Place, kind: str) -> str:
     text = " ".join(f"{x:.1f},{y:.1f}" for x, y in map(place, points))
     return f'<polyline class="{kind}" points="{text}"/>'
 
@@ -146,6 +163,11 @@ def running_mean(points: Sequence[Point], window: int) -> list[Point]:
         around = points[max(0, i - half) : i + half + 1]
         means.append((x, sum(y for _, y in around) / len(around)))
     return means
+
+
+def _short(tick: float) -> str:
+    """0.25, 2000, 1.5e-7."""
+    return re.sub(r"e([+-])0+", r"e\1", f"{tick:g}").replace("e+", "e")
 
 
 def _share(value: float, low: float, high: float) -> float:

@@ -175,14 +175,18 @@ def render(
     )
 
 
-def draw(metrics: Iterable[Mapping[str, Any]]) -> tuple[list[dict], list[dict]]:
+def draw(metrics: Iterable[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The charts of `CHARTS` for which there are numbers, and one for each other key."""
     points: dict[str, list[charts.Point]] = {}
     for record in sorted(metrics, key=lambda record: record["step"]):
         for key, value in record.items():
             if "/" in key and isinstance(value, (int, float)) and math.isfinite(value):
                 points.setdefault(key, []).append((record["step"], value))
-    drawn, used = [], set()
+    steps = [step for line in points.values() for step, _ in line]
+    # One axis for all, so that what happened at the same time stands at the same place.
+    span = (min(steps), max(steps)) if steps else (0.0, 0.0)
+    drawn: list[dict[str, Any]] = []
+    used: set[str] = set()
     for chart in CHARTS:
         keys = [
             key
@@ -192,8 +196,8 @@ def draw(metrics: Iterable[Mapping[str, Any]]) -> tuple[list[dict], list[dict]]:
         ]
         if keys:
             used.update(keys)
-            drawn.append(_chart(chart.title, chart.note, keys, points))
-    rest = [_chart(key, "", [key], points) for key in sorted(points.keys() - used)]
+            drawn.append(_chart(chart.title, chart.note, keys, points, span))
+    rest = [_chart(key, "", [key], points, span) for key in sorted(points.keys() - used)]
     return drawn, rest
 
 
@@ -208,10 +212,16 @@ def turns(text: str) -> list[tuple[str, str]]:
     return [(kind, piece.strip()) for kind, piece in pieces if piece.strip()]
 
 
-def _chart(title: str, note: str, keys: Sequence[str], points: Mapping[str, Any]) -> dict[str, Any]:
+def _chart(
+    title: str,
+    note: str,
+    keys: Sequence[str],
+    points: Mapping[str, Sequence[charts.Point]],
+    span: tuple[float, float],
+) -> dict[str, Any]:
     names = _names(keys)
     series = [charts.Series(name, points[key]) for name, key in zip(names, keys, strict=True)]
-    svg: Markup = charts.line_chart(series, title)
+    svg: Markup = charts.line_chart(series, title, span)
     return {"title": title, "note": note, "svg": svg, "names": names if len(names) > 1 else []}
 
 
