@@ -114,6 +114,7 @@ class State:
       written_S: tokens of the action under way.
       turn_S: turn of the action under way.
       next_episode: first prompt of the queue that no slot has taken.
+      count: prompts in the queue.
       out: finished episodes.
       steps: decode steps so far, and slots that were writing in them: their ratio is the utilisation.
     """
@@ -127,6 +128,7 @@ class State:
     written_S: jax.Array
     turn_S: jax.Array
     next_episode: jax.Array
+    count: jax.Array
     out: Trajectories
     steps: jax.Array
 
@@ -183,6 +185,7 @@ class Engine:
         prompt_NP: jax.Array,
         prompt_length_N: jax.Array,
         draws: Draws,
+        count: jax.Array | int | None = None,
     ) -> tuple[Trajectories, dict[str, jax.Array]]:
         """Runs all prompts to their end; meant to be jitted with `self` fixed.
 
@@ -193,6 +196,8 @@ class Engine:
           prompt_NP: prompts, right-padded to the spec's prompt_length.
           prompt_length_N: their lengths.
           draws: randomness.
+          count: prompts that are there, if fewer than N, so that one program serves every number of
+            them; the rows behind stay empty.
 
         Returns:
           N trajectories in the order of the prompts, and counters: `decode_steps`, `slot_utilisation`.
@@ -200,7 +205,8 @@ class Engine:
         policy = bind(self.config, params)
         layers = policy.unstack()
         retrieved = retriever.retrieved if retriever is not None else 1
-        state = self.start(prompt_length_N.shape[0], retrieved)
+        episodes = prompt_length_N.shape[0]
+        state = self.start(episodes, retrieved, episodes if count is None else count)
 
         def extend(state: State) -> State:
             observed = None
@@ -214,7 +220,7 @@ class Engine:
             return jax.lax.while_loop(self.should_write, decode, state)
 
         state = jax.lax.while_loop(
-            lambda s: self.has_work(s, prompt_length_N.shape[0]), lambda s: write(extend(s)), state
+            self.has_work, lambda s: write(extend(s)), state
         )
         out = _hand_in(state)
         return out, {
@@ -224,8 +230,8 @@ class Engine:
 
     # ------------------------------------------------------------------------------ pieces
 
-    def start(self, episodes: int, retrieved: int) -> State:
-        """All slots empty, so that the first `extend` fills them."""
+    def start(self, episodes: int, retrieved: int, count: jax.Array | int) -> State:
+        """All slots empty, so that the first `extend` fills them with the first of `count` prompts."""
         s, S = self.spec, self.spec.slots
         # A chunk may be written at the last position, so the cache has room for one more.
         return State(
@@ -238,20 +244,21 @@ class Engine:
             written_S=jnp.zeros(S, jnp.int32),
             turn_S=jnp.zeros(S, jnp.int32),
             next_episode=jnp.zeros((), jnp.int32),
+            count=jnp.asarray(count, jnp.int32),
             out=_device(trajectories.empty(episodes, s.length, s.searches, retrieved)),
             steps=jnp.zeros(2, jnp.int32),
         )
 
-    def has_work(self, state: State, episodes: int) -> jax.Array:
+    def has_work(self, state: State) -> jax.Array:
         """Whether a slot is under way or a prompt is left in the queue."""
         busy = (state.phase_S == WRITING) | (state.phase_S == SEARCHING) | (state.phase_S == INVALID)
-        return jnp.any(busy) | (state.next_episode < episodes)
+        return jnp.any(busy) | (state.next_episode < state.count)
 
     def should_write(self, state: State) -> jax.Array:
         """Whether to go on decoding, or to see to the slots that wait."""
         writing = jnp.sum(state.phase_S == WRITING)
         waiting = (state.phase_S == SEARCHING) | (state.phase_S == INVALID)
-        left = state.out.length_N.shape[0] - state.next_episode
+        left = state.count - state.next_episode
         refillable = jnp.minimum(jnp.sum(state.phase_S == DONE), left)
         enough = self.spec.wait_fraction * self.spec.slots
         return (writing > 0) & (jnp.sum(waiting) + refillable < enough)
@@ -393,7 +400,7 @@ class Engine:
         out, rows = _hand_in(state), state.rows
         done_S = state.phase_S == DONE
         rank_S = jnp.cumsum(done_S) - 1
-        taken_S = done_S & (state.next_episode + rank_S < N)
+        taken_S = done_S & (state.next_episode + rank_S < state.count)
         episode_S = jnp.where(taken_S, state.next_episode + rank_S, state.episode_S)
         episode_S = jnp.where(done_S & ~taken_S, N, episode_S).astype(jnp.int32)
         searching_S, invalid_S = state.phase_S == SEARCHING, state.phase_S == INVALID
@@ -452,7 +459,9 @@ class Engine:
             opened_SA=jnp.where(resumed_S[:, None], -1, state.opened_SA),
             written_S=jnp.where(resumed_S, 0, state.written_S),
             turn_S=turn_S,
-            next_episode=jnp.minimum(state.next_episode + jnp.sum(done_S), N).astype(jnp.int32),
+            next_episode=jnp.minimum(state.next_episode + jnp.sum(done_S), state.count).astype(
+                jnp.int32
+            ),
             out=out,
         )
 

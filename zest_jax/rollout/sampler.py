@@ -1,0 +1,111 @@
+"""The compiled rollout with its fixed parts in hand: prompts in, trajectories on the host out.
+
+Shape letters: N episodes, P prompt length.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zest_jax.models import PolicyConfig
+from zest_jax.models.policy import Params
+from zest_jax.rollout.engine import Draws, Engine, RolloutSpec, Searcher
+from zest_jax.rollout.protocols import Protocol
+from zest_jax.rollout.trajectories import Finish, Trajectories
+from zest_jax.text import last_tag
+from zest_jax.tracing import TraceCounter
+
+
+class Sampler:
+    """Samples episodes of one protocol with one compiled program.
+
+    Args:
+      name: under which its traces are counted.
+      config: shape of the policy.
+      spec: sizes of an episode.
+      protocol: its grammar.
+      tokenizer: the policy's.
+      retriever: answers the searches; None for protocols without.
+      capacity: most prompts of one call; more are done in several calls.
+      traces: counts the traces.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: PolicyConfig,
+        spec: RolloutSpec,
+        protocol: Protocol,
+        tokenizer,
+        retriever: Searcher | None,
+        capacity: int,
+        traces: TraceCounter,
+    ):
+        self.spec, self.protocol, self.tokenizer = spec, protocol, tokenizer
+        self.capacity = capacity
+        self._retriever = retriever
+        engine = Engine.build(config, spec, protocol, tokenizer)
+        self._table = engine.stop_table(tokenizer)
+        self._rollout = traces.jit(name, engine.rollout)
+        self.counters: dict[str, float] = {}
+
+    def __call__(
+        self, params: Params, prompts: Sequence[Sequence[int]], key: jax.Array, temperature: float
+    ) -> Trajectories:
+        """One episode per prompt, in order, on the host.
+
+        Raises:
+          ValueError: a prompt is longer than the spec allows.
+        """
+        parts = []
+        for at in range(0, len(prompts), self.capacity):
+            chunk = prompts[at : at + self.capacity]
+            prompt_NP = np.zeros((self.capacity, self.spec.prompt_length), np.int32)
+            length_N = np.zeros(self.capacity, np.int32)
+            for n, ids in enumerate(chunk):
+                if len(ids) > self.spec.prompt_length:
+                    raise ValueError(
+                        f"a prompt of {len(ids)} tokens exceeds prompt_length="
+                        f"{self.spec.prompt_length}"
+                    )
+                prompt_NP[n, : len(ids)] = ids
+                length_N[n] = len(ids)
+            draws = Draws(jax.random.fold_in(key, at), jnp.float32(temperature))
+            out, counters = self._rollout(
+                params,
+                self._table,
+                self._retriever,
+                jnp.asarray(prompt_NP),
+                jnp.asarray(length_N),
+                draws,
+                jnp.int32(len(chunk)),
+            )
+            parts.append(jax.tree.map(lambda x, n=len(chunk): x[:n], out.to_host()))
+            self.counters = {name: float(value) for name, value in counters.items()}
+        return jax.tree.map(lambda *xs: np.concatenate(xs), *parts)
+
+    def answers(self, episodes: Trajectories) -> list[str | None]:
+        """The answer of each episode, read from its last action alone; None without one.
+
+        No passage can stand in the last action, so nothing that was retrieved counts as an answer.
+        """
+        texts = self.tokenizer.batch_decode(
+            [episodes.last_action_ids(n) for n in range(episodes.count)],
+            clean_up_tokenization_spaces=False,
+        )
+        return [
+            last_tag(text, "answer") if finish == Finish.ANSWERED else None
+            for text, finish in zip(texts, episodes.finish_N, strict=True)
+        ]
+
+    def texts(self, episodes: Trajectories) -> list[str]:
+        """Everything after the prompt of each episode, for people."""
+        return self.tokenizer.batch_decode(
+            [
+                episodes.ids_NL[n, episodes.prompt_length_N[n] : episodes.length_N[n]]
+                for n in range(episodes.count)
+            ],
+            clean_up_tokenization_spaces=False,
+        )
