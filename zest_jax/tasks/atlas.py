@@ -6,6 +6,7 @@ any folder of the same layout.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -113,6 +114,28 @@ class Atlas:
     def pieces(self) -> tuple[Pieces, ...]:
         """[E] each entity's rendered passage, cut where it names the entity or a tail of it."""
         return tuple(self._cut(entity) for entity in range(self.graph.entity_count))
+
+    @cached_property
+    def name_pieces(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Vocabulary entries that can begin a made-up name, and those that can go on with one.
+
+        Words that passages and questions are built of ("Its", "What", ...) begin no name.
+        """
+        path = self.tokenizer_folder / "tokenizer.json"
+        try:
+            vocabulary = json.loads(path.read_text(encoding="utf-8"))["model"]["vocab"]
+        except FileNotFoundError:
+            raise UserError(
+                f"{path}: no such file; renaming needs the world's tokenizer."
+            ) from None
+        frame = {"What", "Write", "Chain"}
+        for pieces in self.pieces:
+            for part in pieces:
+                if isinstance(part, str):
+                    frame.update(re.findall(r"\w+", part))
+        heads = sorted(piece[1:] for piece in vocabulary if re.fullmatch("Ġ[A-Z][a-z]*", piece))
+        tails = sorted(piece for piece in vocabulary if re.fullmatch("[a-z]+", piece))
+        return tuple(head for head in heads if head not in frame), tuple(tails)
 
     def _cut(self, entity: int) -> Pieces:
         names = {self.graph.labels[tail]: tail for _, tail in self.graph.facts(entity)}

@@ -82,7 +82,7 @@ def supported(graph: KnowledgeGraph, passages: Sequence[Passage]) -> tuple[Bools
     """
     covered = np.diff(graph.passage_offsets) > 0
     mentioned = np.zeros(graph.triple_count, bool)
-    for head in np.flatnonzero(covered & (np.diff(graph.head_offsets) > 0)):
+    for head in np.flatnonzero(covered & (np.diff(graph.head_offsets) > 0)).tolist():
         text = " ".join(
             f"{plain(passages[row].title)} {plain(passages[row].text)}"
             for row in graph.passages_of(head)

@@ -6,6 +6,7 @@ Triples are grouped by head (compressed sparse rows): those of entity ``e`` stan
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -186,8 +187,7 @@ def _entity(record: dict, where: str) -> tuple[str, str, tuple[str, ...]]:
 def _index(ids: list[str], path: str | Path) -> dict[str, int]:
     index = {key: row for row, key in enumerate(ids)}
     if len(index) != len(ids):
-        seen: set[str] = set()
-        twice = next(key for key in ids if key in seen or seen.add(key))
+        twice = Counter(ids).most_common(1)[0][0]
         raise UserError(f"{path}: the id '{twice}' comes twice; ids must be unique.")
     return index
 

@@ -13,15 +13,10 @@ ends where sampling shows no difference between good and bad behaviour.
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Iterable, Mapping
-from functools import lru_cache
-from pathlib import Path
 
 import numpy as np
 
-from zest_jax.errors import UserError
 from zest_jax.tasks.atlas import Atlas
 from zest_jax.tasks.templates import nested_question
 from zest_jax.tasks.types import Chain
@@ -248,7 +243,7 @@ def random_names(entities: Iterable[int], atlas: Atlas, rng: np.random.Generator
     The first piece begins a word with a capital; of the others about one in eight begins a second
     word. Encoded again, a name may take fewer tokens than the pieces it was put together from.
     """
-    heads, tails = _name_pieces(atlas.tokenizer_folder)
+    heads, tails = atlas.name_pieces
     order = list(dict.fromkeys(entities))
     names: dict[int, str] = {}
     used: set[str] = set()
@@ -275,16 +270,3 @@ def _named_in(atlas: Atlas, passages: Iterable[int]) -> list[int]:
     return [
         part for entity in passages for part in atlas.pieces[entity] if not isinstance(part, str)
     ]
-
-
-@lru_cache(maxsize=8)
-def _name_pieces(folder: Path) -> tuple[list[str], list[str]]:
-    """Vocabulary entries that can begin a name, and those that can go on with one."""
-    path = folder / "tokenizer.json"
-    try:
-        vocabulary = json.loads(path.read_text(encoding="utf-8"))["model"]["vocab"]
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file; renaming needs the world's tokenizer.") from None
-    heads = sorted(piece[1:] for piece in vocabulary if re.fullmatch("Ġ[A-Z][a-z]*", piece))
-    tails = sorted(piece for piece in vocabulary if re.fullmatch("[a-z]+", piece))
-    return heads, tails

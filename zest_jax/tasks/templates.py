@@ -34,7 +34,7 @@ def nested_question(
 
 
 def chain_task(chain: Chain, atlas: Atlas, rng: np.random.Generator, task_id: str) -> Task:
-    """The task of a chain: question by template, label and aliases of its last entity as answers."""
+    """The task of a chain: its nested question, answered by the names of its last entity."""
     graph = atlas.graph
     return Task(
         id=task_id,
