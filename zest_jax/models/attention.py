@@ -1,7 +1,7 @@
 """The one entry point for attention.
 
-Who may look at whom is told by positions and segments, never by a mask tensor, so that kernels which
-take lengths can stand behind the same signature.
+Who may look at whom is told by positions and segments, never by a mask tensor, so that kernels
+which take lengths can stand behind the same signature.
 
 Shape letters: B batch, L query length, M key length, H query heads, J key/value heads, K head size,
 Q query heads per key/value head (H = J * Q).
@@ -23,8 +23,8 @@ def attention(
 ) -> jax.Array:
     """Causal grouped-query attention, softmax(q k / sqrt(K)) v, over positions and segments.
 
-    A query sees a key if the key's position is not after its own and, where segments are given, both
-    lie in the same segment. Scores and softmax are float32 whatever the compute type.
+    A query sees a key if the key's position is not after its own and, where segments are given,
+    both lie in the same segment. Scores and softmax are float32 whatever the compute type.
 
     Args:
       query_BLHK: rotated queries.

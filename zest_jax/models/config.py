@@ -1,6 +1,38 @@
-"""The shape of a decoder-only policy, in the field's own words."""
+"""The shape of a decoder-only policy, in our own words and as a Hugging Face config.json."""
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from zest_jax.errors import UserError
+
+FAMILIES = ("qwen2", "qwen3", "llama")
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """How a checkpoint stretches the rotary embedding beyond the length it was first trained for.
+
+    Attributes:
+      kind: "linear" (every frequency divided by `factor`), "llama3" (low frequencies divided, high
+        ones kept, a ramp between) or "yarn" (the same idea by dimension, and a warmer softmax).
+      factor: the stretch.
+      original_length: longest position before the stretch ("llama3", "yarn").
+      low_freq_factor, high_freq_factor: ends of Llama 3's ramp, in turns within original_length.
+      beta_fast, beta_slow: ends of YaRN's ramp, in turns within original_length.
+      attention_factor: YaRN's factor on cosines and sines; 0 for its rule 0.1 ln(factor) + 1.
+      truncate: whether YaRN rounds the ends of its ramp to whole dimensions.
+    """
+
+    kind: str
+    factor: float
+    original_length: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 0.0
+    truncate: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +58,7 @@ class PolicyConfig:
       max_length: the longest position the checkpoint was made for.
       dtype: compute type; parameters stay float32 (at learning rates near 1e-6 an update would be
         lost in bfloat16).
+      rope_scaling: the checkpoint's stretch of the rotary embedding, or None.
     """
 
     vocab_size: int
@@ -42,9 +75,216 @@ class PolicyConfig:
     tied: bool = True
     max_length: int = 4096
     dtype: str = "float32"
+    rope_scaling: RopeScaling | None = None
 
     def __post_init__(self):
         if self.heads % self.kv_heads:
             raise ValueError(f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}")
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} must be even for the rotary embedding")
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, Any], dtype: str = "float32") -> "PolicyConfig":
+        """Reads a config.json of transformers 4 or 5.
+
+        Args:
+          hf: the parsed config.json.
+          dtype: compute type of the policy (the file's own type says how it was stored, no more).
+
+        Raises:
+          UserError: a family, or a field of it, that this block cannot compute; or a missing field.
+        """
+        family = hf.get("model_type")
+        _refuse_unsupported(hf)
+        try:
+            heads = int(hf["num_attention_heads"])
+            # Qwen3's head size is a field of its own, 128 unless told; elsewhere it is D / H.
+            head_dim = hf.get("head_dim") or (
+                128 if family == "qwen3" else hf["hidden_size"] // heads
+            )
+            theta, scaling = _read_rope(hf)
+            return cls(
+                vocab_size=int(hf["vocab_size"]),
+                width=int(hf["hidden_size"]),
+                layers=int(hf["num_hidden_layers"]),
+                heads=heads,
+                kv_heads=int(hf.get("num_key_value_heads") or heads),
+                head_dim=int(head_dim),
+                mlp_width=int(hf["intermediate_size"]),
+                rope_theta=theta,
+                norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
+                qkv_bias=family == "qwen2",
+                qk_norm=family == "qwen3",
+                tied=bool(hf.get("tie_word_embeddings", False)),
+                max_length=int(hf.get("max_position_embeddings", 32_768)),
+                dtype=dtype,
+                rope_scaling=scaling,
+            )
+        except KeyError as e:
+            raise UserError(
+                f"config.json has no field {e.args[0]!r}: it is not a complete {family} config"
+            ) from None
+
+    @property
+    def family(self) -> str:
+        """Name of the Hugging Face architecture with this block.
+
+        Raises:
+          UserError: biases and query/key norms together, which no such architecture has.
+        """
+        if self.qkv_bias and self.qk_norm:
+            raise UserError(
+                "a policy with both qkv_bias and qk_norm is neither Qwen2 nor Qwen3 and cannot be "
+                "written as a Hugging Face model; set one of them to False"
+            )
+        return "qwen2" if self.qkv_bias else "qwen3" if self.qk_norm else "llama"
+
+    def to_hf(self, dtype: str = "float32") -> dict[str, Any]:
+        """A config.json that transformers 5 and 4 both read; `dtype` is that of the stored weights.
+
+        Raises:
+          UserError: see `family`.
+        """
+        family = self.family
+        hf: dict[str, Any] = {
+            "architectures": [f"{family.capitalize()}ForCausalLM"],
+            "model_type": family,
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.width,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "intermediate_size": self.mlp_width,
+            "hidden_act": "silu",
+            "rms_norm_eps": self.norm_eps,
+            "max_position_embeddings": self.max_length,
+            "tie_word_embeddings": self.tied,
+            "attention_dropout": 0.0,
+            "initializer_range": 0.02,
+            "use_cache": True,
+            "dtype": dtype,
+            "torch_dtype": dtype,
+            "rope_theta": self.rope_theta,
+            "rope_parameters": _write_rope(self.rope_theta, self.rope_scaling),
+        }
+        if self.rope_scaling is not None:  # where transformers 4 looks
+            hf["rope_scaling"] = {
+                k: v for k, v in hf["rope_parameters"].items() if k != "rope_theta"
+            }
+        if family == "llama":
+            hf |= {"attention_bias": False, "mlp_bias": False}
+        else:
+            hf |= {"use_sliding_window": False, "sliding_window": None}
+            hf |= {"max_window_layers": self.layers}
+        if family == "qwen3":
+            hf["attention_bias"] = False
+        return hf
+
+
+def _refuse_unsupported(hf: Mapping[str, Any]) -> None:
+    """Raises UserError for whatever would make our block compute something else than the
+    checkpoint."""
+    family = hf.get("model_type")
+    if family in ("qwen2_moe", "qwen3_moe"):
+        raise UserError(
+            f"mixture-of-experts models ({family}) are not supported yet; "
+            "use a dense Qwen2, Qwen2.5 or Qwen3 checkpoint"
+        )
+    if family not in FAMILIES:
+        raise UserError(
+            f"model_type {family!r} is not supported; supported are {', '.join(FAMILIES)} "
+            "(Qwen2, Qwen2.5, Qwen3 dense, Llama and SmolLM2)"
+        )
+    window = hf.get("sliding_window")
+    layer_types = hf.get("layer_types")
+    if layer_types is not None:
+        slides = any(t != "full_attention" for t in layer_types)
+    else:
+        slides = bool(hf.get("use_sliding_window")) and window is not None
+        slides &= int(hf.get("max_window_layers", 28)) < int(hf.get("num_hidden_layers", 32))
+    if slides:
+        raise UserError(
+            "this checkpoint uses sliding-window attention, which is not supported; "
+            "pick one whose config.json has use_sliding_window false"
+        )
+    # (field, values that our block computes, what they mean)
+    plain = (
+        ("hidden_act", ("silu", "swish", None), "a SiLU-gated feed-forward"),
+        ("attention_bias", (False, None), "no bias on the output projection"),
+        ("mlp_bias", (False, None), "no biases in the feed-forward"),
+        ("quantization_config", (None,), "unquantised weights"),
+        ("partial_rotary_factor", (1.0, None), "a rotation of the whole head"),
+    )
+    for field, allowed, meaning in plain:
+        if hf.get(field) not in allowed:
+            raise UserError(
+                f"config.json has {field} = {hf[field]!r}, which is not supported: "
+                f"only {meaning} can be loaded"
+            )
+
+
+def _read_rope(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
+    """Base and scaling from `rope_parameters` (transformers 5) or `rope_theta`/`rope_scaling`
+    (4)."""
+    rope = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
+    theta = float(rope.get("rope_theta") or hf.get("rope_theta") or 10_000.0)
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if any(isinstance(v, Mapping) for v in rope.values()):
+        raise UserError("config.json has rotary settings by kind of layer, which is not supported")
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise UserError("partial rotary embeddings are not supported: only whole heads are rotated")
+    if kind == "default":
+        return theta, None
+    if kind not in ("linear", "llama3", "yarn") or rope.get("mscale") or rope.get("mscale_all_dim"):
+        extra = " with mscale" if kind == "yarn" else ""
+        raise UserError(
+            f"rotary scaling of type {kind!r}{extra} is not supported; "
+            "supported are default, linear, llama3 and yarn"
+        )
+    length = rope.get("original_max_position_embeddings") or hf.get(
+        "original_max_position_embeddings"
+    )
+    if kind != "linear" and length is None:
+        length = hf["max_position_embeddings"] if kind == "yarn" else None
+    if kind == "linear":
+        return theta, RopeScaling("linear", float(rope["factor"]))
+    if length is None:
+        raise KeyError("original_max_position_embeddings")
+    if kind == "llama3":
+        return theta, RopeScaling(
+            "llama3",
+            float(rope["factor"]),
+            int(length),
+            low_freq_factor=float(rope["low_freq_factor"]),
+            high_freq_factor=float(rope["high_freq_factor"]),
+        )
+    return theta, RopeScaling(
+        "yarn",
+        float(rope["factor"]),
+        int(length),
+        beta_fast=float(rope.get("beta_fast") or 32.0),
+        beta_slow=float(rope.get("beta_slow") or 1.0),
+        attention_factor=float(rope.get("attention_factor") or 0.0),
+        truncate=bool(rope.get("truncate", True)),
+    )
+
+
+def _write_rope(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:
+    """The inverse of `_read_rope`, as transformers 5 writes it."""
+    rope: dict[str, Any] = {"rope_theta": theta, "rope_type": "default"}
+    if scaling is None:
+        return rope
+    rope |= {"rope_type": scaling.kind, "factor": scaling.factor}
+    if scaling.kind != "linear":
+        rope["original_max_position_embeddings"] = scaling.original_length
+    if scaling.kind == "llama3":
+        rope["low_freq_factor"] = scaling.low_freq_factor
+        rope["high_freq_factor"] = scaling.high_freq_factor
+    if scaling.kind == "yarn":
+        rope |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow}
+        if scaling.attention_factor:
+            rope["attention_factor"] = scaling.attention_factor
+        if not scaling.truncate:
+            rope["truncate"] = False
+    return rope

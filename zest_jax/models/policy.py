@@ -22,6 +22,7 @@ from flax import nnx
 
 from zest_jax.models.attention import attention
 from zest_jax.models.config import PolicyConfig
+from zest_jax.models.rope import rotary, rotate
 
 Params = dict[str, Any]
 # A layer's keys and values in, attention's output and whatever the caller wants to keep out.
@@ -39,19 +40,6 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     x32 = x.astype(jnp.float32)
     y = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
     return (y * scale.astype(jnp.float32)).astype(x.dtype)
-
-
-def rotary(position_BL: jax.Array, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines [B, L, 1, K/2] of the rotary embedding, frequencies theta^(-2i/K)."""
-    frequency = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
-    angle = position_BL[:, :, None, None].astype(jnp.float32) * frequency
-    return jnp.cos(angle), jnp.sin(angle)
-
-
-def rotate(x_BLHK: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotates the pairs (i, i + K/2) of each head, the layout of Hugging Face's checkpoints."""
-    a, b = jnp.split(x_BLHK.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BLHK.dtype)
 
 
 class Block(nnx.Module):
@@ -147,15 +135,15 @@ class Policy(nnx.Module):
         """Hidden states [B, L, D] after the final norm, for training and scoring.
 
         Args:
-          ids_BL: token ids; what stands past a sequence's end is never seen by it (causality), so it
-            needs no mask here, only none of its outputs may be used.
+          ids_BL: token ids; what stands past a sequence's end is never seen by it (causality), so
+            it needs no mask here, only none of its outputs may be used.
           position_BL: position of each token within its own sequence.
           segment_BL: sequence number of each token where rows hold several (packing), else None.
-          remat: what the backward pass keeps of a layer: "none" (everything), "dots" (outputs of the
-            matrix products), "full" (only the layer's input).
+          remat: what the backward pass keeps of a layer: "none" (everything), "dots" (outputs of
+            the matrix products), "full" (only the layer's input).
         """
         x_BLD = self._embed(ids_BL)
-        rope = rotary(position_BL, self.config.head_dim, self.config.rope_theta)
+        rope = self._rope(position_BL)
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
             out = attention(
@@ -210,7 +198,7 @@ class Policy(nnx.Module):
         M = cache["keys"][0].shape[1]
         position_SC = start_S[:, None] + jnp.arange(C)
         slot_SM = jnp.broadcast_to(jnp.arange(M), (S, M))
-        rope = rotary(position_SC, self.config.head_dim, self.config.rope_theta)
+        rope = self._rope(position_SC)
         x_SCD = self._embed(ids_SC)
         new: Cache = {"keys": [], "values": []}
         for layer, keys_SMJK, values_SMJK in zip(
@@ -235,7 +223,8 @@ class Policy(nnx.Module):
         return rms_norm(x_SCD, self.final_norm_D[...], self.config.norm_eps), new
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """Float32 logits [..., V] of hidden states [..., D]; call it at the positions needed only."""
+        """Float32 logits [..., V] of hidden states [..., D]; call it at the positions needed
+        only."""
         if self.config.tied:
             weight_VD = self.embed_VD[...].astype(hidden.dtype)
             return jnp.einsum(
@@ -243,6 +232,10 @@ class Policy(nnx.Module):
             )
         weight_DV = self.head_DV[...].astype(hidden.dtype)
         return jnp.einsum("...D,DV->...V", hidden, weight_DV, preferred_element_type=jnp.float32)
+
+    def _rope(self, position: jax.Array) -> tuple[jax.Array, jax.Array]:
+        c = self.config
+        return rotary(position, c.head_dim, c.rope_theta, c.rope_scaling)
 
     def _embed(self, ids: jax.Array) -> jax.Array:
         return self.embed_VD[...].astype(self.config.dtype)[ids]
@@ -283,6 +276,11 @@ def _abstract(config: PolicyConfig) -> tuple[Any, Any]:
 def init_params(config: PolicyConfig, key: jax.Array) -> Params:
     """Random float32 parameters as a nested dict: embed_VD, blocks/{q_DHK, …}, final_norm_D, …"""
     return nnx.to_pure_dict(nnx.split(Policy(config, rngs=nnx.Rngs(params=key)))[1])
+
+
+def param_shapes(config: PolicyConfig) -> Params:
+    """`init_params` without the numbers: the same nested dict of `jax.ShapeDtypeStruct`s."""
+    return nnx.to_pure_dict(_abstract(config)[1])
 
 
 def bind(config: PolicyConfig, params: Params) -> Policy:

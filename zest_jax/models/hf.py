@@ -1,0 +1,375 @@
+"""Hugging Face model folders in and out, tensor by tensor and bit for bit.
+
+A folder stores each layer's matrices as [out, in] with heads flattened; the policy holds them
+stacked over layers with heads as dimensions of their own. Both ways are views and copies of one
+tensor, driven by one table of names and letters, so a value is never computed with, only moved (and
+cast, where the types differ).
+
+Shape letters: V vocabulary, D width, H query heads, J key/value heads, K head size, F feed-forward
+width; in the table below they name the dimensions of the stored tensor, a space between the groups
+that it flattens.
+"""
+
+import functools
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from zest_jax.errors import UserError
+from zest_jax.models.config import PolicyConfig
+from zest_jax.models.policy import Params, param_shapes
+from zest_jax.models.tensor_files import Stored, open_tensors, write_tensors
+from zest_jax.parallel.sharding import param_shardings
+
+_OUTER = {
+    "embed_VD": ("model.embed_tokens.weight", "V D"),
+    "final_norm_D": ("model.norm.weight", "D"),
+    "head_DV": ("lm_head.weight", "V D"),
+}
+_LAYER = {
+    "attention_norm_D": ("input_layernorm.weight", "D"),
+    "q_DHK": ("self_attn.q_proj.weight", "HK D"),
+    "k_DJK": ("self_attn.k_proj.weight", "JK D"),
+    "v_DJK": ("self_attn.v_proj.weight", "JK D"),
+    "o_HKD": ("self_attn.o_proj.weight", "D HK"),
+    "q_bias_HK": ("self_attn.q_proj.bias", "HK"),
+    "k_bias_JK": ("self_attn.k_proj.bias", "JK"),
+    "v_bias_JK": ("self_attn.v_proj.bias", "JK"),
+    "q_norm_K": ("self_attn.q_norm.weight", "K"),
+    "k_norm_K": ("self_attn.k_norm.weight", "K"),
+    "mlp_norm_D": ("post_attention_layernorm.weight", "D"),
+    "gate_DF": ("mlp.gate_proj.weight", "F D"),
+    "up_DF": ("mlp.up_proj.weight", "F D"),
+    "down_FD": ("mlp.down_proj.weight", "D F"),
+}
+# Buffers that old Llama checkpoints stored although they follow from the config.
+_DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+_LISTED = 12  # names in an error before it says "and … more"
+
+
+def local_folder(name: str | Path) -> Path:
+    """The folder itself, or a downloaded snapshot where `name` is an id of the Hugging Face hub.
+
+    Raises:
+      UserError: no such folder, and nothing could be fetched under that name.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", str(name)):
+        raise UserError(f"{name} is no folder; give the path of a Hugging Face model folder")
+    import huggingface_hub
+
+    try:
+        kept = ["*.json", "*.safetensors", "*.jinja", "*.txt"]
+        return Path(huggingface_hub.snapshot_download(str(name), allow_patterns=kept))
+    except Exception as e:  # of many types: network, authorisation, name, offline mode
+        raise UserError(
+            f"{name} is no folder here and could not be fetched from the Hugging Face hub "
+            f"({type(e).__name__}); check the name and the network, or download the model "
+            "elsewhere and give the path of its folder"
+        ) from e
+
+
+def load_config(folder: str | Path, dtype: str = "float32") -> PolicyConfig:
+    """The policy's shape from a folder (or hub id), without its weights.
+
+    Raises:
+      UserError: no readable config.json, or a model that is not supported.
+    """
+    path = local_folder(folder) / "config.json"
+    try:
+        hf = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise UserError(
+            f"{path.parent} has no config.json; give the path of a Hugging Face model folder"
+        ) from None
+    except ValueError:
+        raise UserError(f"{path} is not valid JSON; fetch the model again") from None
+    return PolicyConfig.from_hf(hf, dtype)
+
+
+def load_generation(folder: str | Path) -> dict[str, Any]:
+    """The folder's generation_config.json (end tokens and the like), {} where it has none."""
+    path = local_folder(folder) / "generation_config.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def load_pretrained(
+    folder: str | Path,
+    *,
+    mesh: Mesh | None = None,
+    dtype: str = "float32",
+    param_dtype: str = "float32",
+) -> tuple[PolicyConfig, Params]:
+    """Reads a Qwen2, Qwen2.5, Qwen3 or Llama-shaped model from a Hugging Face folder.
+
+    The files are mapped, and one stacked parameter at a time is copied out of them, each process
+    and device getting only the shards that the rules give it.
+
+    Args:
+      folder: a local folder with config.json and safetensors, or an id of the Hugging Face hub.
+      mesh: where to place the parameters; None for the default device.
+      dtype: compute type of the policy.
+      param_dtype: type of the parameters in memory; float32 for whatever is trained, "bfloat16"
+        halves the memory of a frozen model.
+
+    Returns:
+      The config, and the parameters as `init_params` would lay them out.
+
+    Raises:
+      UserError: an unsupported model, or missing, unexpected, mis-shaped or truncated tensors: all
+        of them named in one sentence.
+    """
+    folder = local_folder(folder)
+    config = load_config(folder, dtype)
+    shapes = param_shapes(config)
+    files, problems = open_tensors(folder)
+    problems += _check(config, shapes, files)
+    if problems:
+        rest = f", and {len(problems) - _LISTED} more" if len(problems) > _LISTED else ""
+        raise UserError(
+            f"the weights in {folder} do not fit its config.json: "
+            f"{'; '.join(problems[:_LISTED])}{rest}; fetch or export the model again"
+        )
+    target = np.dtype(jnp.dtype(param_dtype))
+    shardings = param_shardings(shapes, mesh) if mesh is not None else None
+
+    def read(path: tuple[Any, ...], shape: jax.ShapeDtypeStruct, sharding: Any = None) -> jax.Array:
+        views = [_stored_view(config, files, path, i) for i in _layer_numbers(config, path)]
+        stacked = len(path) > 1
+
+        @functools.cache
+        def part(index: tuple[tuple[int, int, int], ...]) -> np.ndarray:
+            """The values under slices given as (start, stop, step)."""
+            cuts = tuple(slice(*cut) for cut in index)
+            if not stacked:
+                return views[0][cuts].astype(target, order="C")
+            chosen = views[cuts[0]]
+            out = np.empty((len(chosen), *chosen[0][cuts[1:]].shape), target)
+            for i, view in enumerate(chosen):
+                out[i] = view[cuts[1:]]
+            return out
+
+        def callback(index: tuple[slice, ...] | None) -> np.ndarray:
+            # Replicas share one copy (slices are hashable only from Python 3.12 on).
+            cuts = index or (slice(None),) * len(shape.shape)
+            return part(tuple(c.indices(n) for c, n in zip(cuts, shape.shape, strict=True)))
+
+        if sharding is None:
+            return jnp.asarray(callback(None))
+        return jax.make_array_from_callback(shape.shape, sharding, callback)
+
+    trees = (shapes,) if shardings is None else (shapes, shardings)
+    return config, jax.tree_util.tree_map_with_path(read, *trees)
+
+
+def save_pretrained(
+    config: PolicyConfig,
+    params: Params,
+    folder: str | Path,
+    tokenizer: Any = None,
+    *,
+    dtype: str = "float32",
+    max_shard_size: int | str = "5GB",
+    generation: Mapping[str, Any] | None = None,
+) -> None:
+    """Writes a folder that transformers and vLLM load: config, weights, tokenizer.
+
+    With several processes all must call it; the first one writes.
+
+    Args:
+      config: the policy's shape.
+      params: its parameters, wherever they lie.
+      folder: made if needed; an earlier export in it is replaced.
+      tokenizer: a transformers tokenizer to save along, or None.
+      dtype: type of the stored weights, "float32" or "bfloat16" (rounded to nearest even).
+      max_shard_size: most bytes of weights in a file, as a number or like "5GB", "200MB".
+      generation: what generation_config.json shall hold; if None, the tokenizer's end, begin and
+        pad ids. Pass `load_generation` of the starting model to keep its several end tokens.
+
+    Raises:
+      UserError: a policy that no Hugging Face architecture describes, or an unknown type or size.
+    """
+    if dtype not in ("float32", "bfloat16"):
+        raise UserError(f"weights are stored as float32 or bfloat16, not as {dtype!r}")
+    limit = _byte_count(max_shard_size)
+    hf = config.to_hf(dtype)
+    target = np.dtype(jnp.dtype(dtype))
+    folder = Path(folder).expanduser()
+    first = jax.process_index() == 0
+    ids = {
+        f"{k}_token_id": getattr(tokenizer, f"{k}_token_id", None) for k in ("bos", "eos", "pad")
+    }
+    if generation is None:
+        generation = {k: v for k, v in ids.items() if v is not None}
+    # Only bos and eos: a pad id in config.json makes torch freeze that row of the embedding.
+    hf |= {"bos_token_id": ids["bos_token_id"], "eos_token_id": ids["eos_token_id"]}
+    if hf["eos_token_id"] is None:
+        hf |= {k: generation[k] for k in ("bos_token_id", "eos_token_id") if k in generation}
+    if first:
+        folder.mkdir(parents=True, exist_ok=True)
+    stored_shapes = {
+        name: _stored_shape(config, letters) for name, letters, *_ in _walk(config, params)
+    }
+
+    def producers() -> Iterator[tuple[str, Any]]:
+        for name, letters, key, leaf, layer in _walk(config, params):
+            yield (
+                name,
+                lambda letters=letters, key=key, leaf=leaf, layer=layer: _to_stored(
+                    _host(leaf, layer), key, letters
+                ).astype(target),
+            )
+
+    write_tensors(folder, stored_shapes, target, limit, producers(), dry=not first)
+    if first:
+        _write_json(folder / "config.json", hf)
+        _write_json(folder / "generation_config.json", dict(generation))
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+
+
+# ------------------------------------------------------------------------- names and layouts
+
+
+def _layer_numbers(config: PolicyConfig, path: tuple[Any, ...]) -> range:
+    return range(config.layers if len(path) > 1 else 1)
+
+
+def _stored_name(path: tuple[Any, ...], layer: int) -> tuple[str, str]:
+    """Stored name and letters of a parameter (path: ("embed_VD",) or ("blocks", "q_DHK"))."""
+    key = path[-1].key
+    if len(path) == 1:
+        return _OUTER[key]
+    name, letters = _LAYER[key]
+    return f"model.layers.{layer}.{name}", letters
+
+
+def _walk(config: PolicyConfig, params: Params) -> Iterator[tuple[str, str, str, Any, int | None]]:
+    """(stored name, letters, our name, leaf, layer or None) in the order of the network."""
+    yield (*_OUTER["embed_VD"], "embed_VD", params["embed_VD"], None)
+    for layer in range(config.layers):
+        for key, (name, letters) in _LAYER.items():
+            if key in params["blocks"]:
+                leaf = params["blocks"][key]
+                yield f"model.layers.{layer}.{name}", letters, key, leaf, layer
+    for key in ("final_norm_D", "head_DV"):
+        if key in params:
+            yield (*_OUTER[key], key, params[key], None)
+
+
+def _sizes(config: PolicyConfig) -> dict[str, int]:
+    c = config
+    return {
+        "V": c.vocab_size,
+        "D": c.width,
+        "H": c.heads,
+        "J": c.kv_heads,
+        "K": c.head_dim,
+        "F": c.mlp_width,
+    }
+
+
+def _stored_shape(config: PolicyConfig, letters: str) -> tuple[int, ...]:
+    sizes = _sizes(config)
+    return tuple(math.prod(sizes[a] for a in group) for group in letters.split())
+
+
+def _stored_view(
+    config: PolicyConfig, files: Mapping[str, Stored], path: tuple[Any, ...], layer: int
+) -> np.ndarray:
+    """The stored tensor seen in our layout, without a copy."""
+    name, letters = _stored_name(path, layer)
+    sizes = _sizes(config)
+    flat = letters.replace(" ", "")
+    ours = path[-1].key.rsplit("_", 1)[1]
+    view = files[name].view().reshape([sizes[a] for a in flat])
+    return view.transpose([flat.index(a) for a in ours])
+
+
+def _to_stored(array: np.ndarray, key: str, letters: str) -> np.ndarray:
+    """Our layout -> the stored one."""
+    ours = key.rsplit("_", 1)[1]
+    flat = letters.replace(" ", "")
+    sizes = dict(zip(ours, array.shape, strict=True))
+    shape = [math.prod(sizes[a] for a in group) for group in letters.split()]
+    return array.transpose([ours.index(a) for a in flat]).reshape(shape)
+
+
+# ------------------------------------------------------------------------- checks and transfers
+
+
+def _check(config: PolicyConfig, shapes: Params, files: Mapping[str, Stored]) -> list[str]:
+    """What is missing, too much or of the wrong shape, a sentence each."""
+    problems, expected = [], set()
+    for path, _ in jax.tree_util.tree_leaves_with_path(shapes):
+        for layer in _layer_numbers(config, path):
+            name, letters = _stored_name(path, layer)
+            expected.add(name)
+            want = _stored_shape(config, letters)
+            if name not in files:
+                problems.append(f"{name} {list(want)} is missing")
+            elif files[name].shape != want:
+                got = list(files[name].shape)
+                problems.append(f"{name} has shape {got} instead of {list(want)}")
+    head, embed = "lm_head.weight", "model.embed_tokens.weight"
+    for name in files:
+        if name in expected or _DERIVED.fullmatch(name):
+            continue
+        if name == head and config.tied and embed in files:
+            if not _same(files[head], files[embed]):
+                problems.append(f"{head} differs from {embed} although the two are tied")
+            continue
+        problems.append(f"{name} is unexpected")
+    return problems
+
+
+def _same(a: Stored, b: Stored, rows: int = 8192) -> bool:
+    """Whether two stored tensors are equal, read a few rows at a time."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    x, y = a.view(), b.view()
+    return all(np.array_equal(x[i : i + rows], y[i : i + rows]) for i in range(0, len(x), rows))
+
+
+@functools.cache
+def _gather(replicated: NamedSharding, stacked: bool) -> Any:
+    """A program that brings one layer of a parameter (or the whole) to every device of a mesh."""
+
+    def take(array: jax.Array, layer: jax.Array) -> jax.Array:
+        return array[layer] if stacked else array
+
+    return jax.jit(take, out_shardings=replicated)
+
+
+def _host(array: Any, layer: int | None) -> np.ndarray:
+    """One layer of a stacked parameter (or a whole one) on the host."""
+    if isinstance(array, jax.Array) and not array.is_fully_addressable:
+        assert isinstance(array.sharding, NamedSharding)
+        replicated = NamedSharding(array.sharding.mesh, P())
+        return np.asarray(_gather(replicated, layer is not None)(array, layer or 0))
+    return np.asarray(array if layer is None else array[layer])
+
+
+def _byte_count(size: int | str) -> int:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]?)i?B?\s*", str(size), re.IGNORECASE)
+    count = 0
+    if match:
+        count = int(float(match[1]) * 1000 ** " KMG".index(match[2].upper() or " "))
+    if count < 1:
+        raise UserError(f"max_shard_size is a number of bytes or like '5GB', not {size!r}")
+    return count
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n")

@@ -1,0 +1,131 @@
+"""Where every parameter lies on the mesh: one table by parameter name.
+
+The rules follow the usual pairing for decoders: the dimension that a layer contracts over
+activations of full width (D) is split over `fsdp`, the one that it spreads work over (heads,
+feed-forward, vocabulary) over `tensor`, so that a block needs one reduction after attention and one
+after the feed-forward. What has one entry per width or head size is small and replicated.
+
+Shape letters (in the names): V vocabulary, D width, H heads, J key/value heads, K head size,
+F feed-forward width.
+"""
+
+from typing import Any
+
+import jax
+from absl import logging
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from zest_jax.errors import UserError
+
+RULES: dict[str, P] = {
+    "embed_VD": P("tensor", "fsdp"),
+    "head_DV": P("fsdp", "tensor"),
+    "final_norm_D": P(),
+    "attention_norm_D": P(),
+    "q_DHK": P("fsdp", "tensor", None),
+    "k_DJK": P("fsdp", "tensor", None),
+    "v_DJK": P("fsdp", "tensor", None),
+    "o_HKD": P("tensor", None, "fsdp"),
+    "q_bias_HK": P("tensor", None),
+    "k_bias_JK": P("tensor", None),
+    "v_bias_JK": P("tensor", None),
+    "q_norm_K": P(),
+    "k_norm_K": P(),
+    "mlp_norm_D": P(),
+    "gate_DF": P("fsdp", "tensor"),
+    "up_DF": P("fsdp", "tensor"),
+    "down_FD": P("tensor", "fsdp"),
+}
+# Parameters under this key carry a leading dimension of layers, which the scan walks: never split.
+STACKED = "blocks"
+# A batch is split over both axes whose devices see different data.
+BATCH = P(("data", "fsdp"))
+
+
+def plan_shardings(tree: Any, mesh: Mesh) -> tuple[Any, list[str]]:
+    """Shardings of a tree of parameters, and which rules could not be kept.
+
+    Optimiser moments, gradients and whole training states work as well: a leaf's rule is the one of
+    the parameter name that ends its path, and scalars are replicated.
+
+    Args:
+      tree: arrays or `jax.ShapeDtypeStruct`s.
+      mesh: the mesh, as `make_mesh` gives it.
+
+    Returns:
+      A tree of NamedShardings, and a sentence for every axis that was dropped because it does not
+      divide its dimension.
+
+    Raises:
+      ValueError: a leaf whose name has no rule.
+    """
+    notes: list[str] = []
+
+    def one(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+        return NamedSharding(mesh, _spec(path, leaf.shape, mesh, notes))
+
+    return jax.tree_util.tree_map_with_path(one, tree), notes
+
+
+def param_shardings(tree: Any, mesh: Mesh) -> Any:
+    """`plan_shardings` without the notes, which are logged as warnings instead."""
+    shardings, notes = plan_shardings(tree, mesh)
+    for note in notes:
+        logging.warning("%s", note)
+    return shardings
+
+
+def shard_params(params: Any, mesh: Mesh) -> Any:
+    """Places parameters (or any tree that `plan_shardings` takes) on the mesh by the rules."""
+    return jax.device_put(params, param_shardings(params, mesh))
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Rows split over data and fsdp, everything else whole: for arrays [B, …] of any rank."""
+    return NamedSharding(mesh, BATCH)
+
+
+def shard_batch(batch: Any, mesh: Mesh) -> Any:
+    """Places a tree of host arrays [B, …] on the mesh, rows split over the devices.
+
+    With several processes each passes its own rows, and B is what they hold together.
+
+    Raises:
+      UserError: the devices cannot share the rows evenly.
+    """
+    parts = mesh.shape["data"] * mesh.shape["fsdp"]
+    sharding = batch_sharding(mesh)
+
+    def one(leaf: Any) -> jax.Array:
+        rows = leaf.shape[0] * jax.process_count()
+        if rows % parts:
+            raise UserError(
+                f"a batch of {rows} rows cannot be split over data x fsdp = {parts} devices; "
+                f"choose a batch size that is a multiple of {parts}"
+            )
+        return jax.make_array_from_process_local_data(sharding, leaf)
+
+    return jax.tree.map(one, batch)
+
+
+def _spec(path: tuple[Any, ...], shape: tuple[int, ...], mesh: Mesh, notes: list[str]) -> P:
+    names = [str(getattr(k, "key", getattr(k, "name", ""))) for k in path]
+    rule = next((RULES[name] for name in reversed(names) if name in RULES), None)
+    if rule is None:
+        if not shape:
+            return P()
+        where = jax.tree_util.keystr(path)
+        raise ValueError(f"parameter {where} of shape {shape} has no sharding rule")
+    stacked = STACKED in names
+    axes = ([None] if stacked else []) + list(rule)
+    kept: list[str | None] = []
+    for i, axis in enumerate(axes):
+        if axis is not None and shape[i] % mesh.shape[axis]:
+            notes.append(
+                f"{jax.tree_util.keystr(path)}: dimension {i} of {shape} is not a multiple of "
+                f"{axis}={mesh.shape[axis]}, so it is not split over that axis"
+            )
+            axis = None
+        kept.append(axis)
+    return P(*kept)
