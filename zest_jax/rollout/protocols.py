@@ -5,6 +5,7 @@ follows an action that is none. Adding one is adding a constant here.
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 SEARCH, ANSWER = "search", "answer"
 
@@ -37,6 +38,14 @@ class Protocol:
     @property
     def closing(self) -> list[bytes]:
         return [f"</{tag}>".encode() for tag, _ in self.actions]
+
+    def show(self, passages: Sequence[tuple[str, str]]) -> str:
+        """The text of an observation that shows these (title, text) passages."""
+        shown = [
+            self.passage.format(rank=rank, title=title, text=text)
+            for rank, (title, text) in enumerate(passages, start=1)
+        ]
+        return self.observation.format(passages="".join(shown))
 
     def kind(self, effect: str) -> int:
         """Number (from 1) of the action with this effect, 0 if the protocol has none."""

@@ -1,0 +1,260 @@
+"""From a config to the parts of a run: world, tokenizer, policy, retriever, samplers, specs, phases."""
+
+import dataclasses
+import zlib
+from collections.abc import Callable, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import transformers
+
+from zest_jax.errors import UserError
+from zest_jax.learning.packing import PackSpec
+from zest_jax.learning.updates import UpdateSpec
+from zest_jax.models import PolicyConfig, init_params
+from zest_jax.models.hf import load_pretrained
+from zest_jax.models.policy import Params
+from zest_jax.retrieval import Retriever
+from zest_jax.rollout.engine import RolloutSpec
+from zest_jax.rollout.protocols import PROTOCOLS, Protocol
+from zest_jax.rollout.sampler import Sampler
+from zest_jax.tasks.atlas import Atlas, load_atlas
+from zest_jax.tasks.cloning import Mix
+from zest_jax.tracing import TraceCounter
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """What a run is made of.
+
+    Attributes:
+      atlas: the world.
+      tokenizer: the policy's.
+      encode: texts -> token ids.
+      policy: shape of the policy (proposer, solver and anchor share it so far).
+      params: where it starts from.
+      origin: where that came from, in words.
+      retriever: the passages, on device.
+      solver_sampler, proposer_sampler: compiled rollouts.
+    """
+
+    atlas: Atlas
+    tokenizer: Any
+    encode: Callable[[Sequence[str]], list[list[int]]]
+    policy: PolicyConfig
+    params: Params
+    origin: str
+    retriever: Retriever
+    solver_sampler: Sampler
+    proposer_sampler: Sampler
+
+
+def build(config: Any, traces: TraceCounter) -> Parts:
+    """Builds everything that a config names.
+
+    Raises:
+      UserError: a folder, a file of the world, a protocol or a length does not fit.
+    """
+    atlas = load_atlas(config.world.folder or None)
+    if config.policy.folder:
+        folder = policy_folder(config.policy.folder)
+        policy, params = load_pretrained(folder, dtype=config.policy.dtype)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        origin = config.policy.folder
+    else:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(atlas.tokenizer_folder)
+        policy = PolicyConfig(
+            vocab_size=len(tokenizer),
+            width=config.policy.width,
+            layers=config.policy.layers,
+            heads=config.policy.heads,
+            kv_heads=config.policy.kv_heads,
+            head_dim=config.policy.head_dim,
+            mlp_width=config.policy.mlp_width,
+            dtype=config.policy.dtype,
+        )
+        params = init_params(policy, random_key(config.seed, "policy", 0))
+        origin = "random weights"
+
+    def encode(texts: Sequence[str]) -> list[list[int]]:
+        return tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else []
+
+    s, p, r = config.solver, config.proposer, config.retrieval
+    solver_protocol, proposer_protocol = protocol(s.protocol), protocol(p.protocol)
+    retriever = Retriever.build(
+        tokenizer,
+        [passage.title for passage in atlas.passages],
+        [passage.text for passage in atlas.passages],
+        observation=solver_protocol.observation,
+        passage=solver_protocol.passage,
+        retrieved=r.top_k,
+        observation_length=s.observation_length,
+        text_weight=r.text_weight,
+        dimension=r.dimension,
+        vocab_size=policy.vocab_size,
+    )
+    solver_spec = RolloutSpec(
+        slots=s.slots,
+        prompt_length=s.prompt_length,
+        action_length=s.action_length,
+        observation_length=s.observation_length,
+        searches=s.searches,
+        query_length=r.query_length,
+    )
+    proposer_spec = RolloutSpec(
+        slots=p.slots, prompt_length=p.prompt_length, action_length=p.action_length
+    )
+    for role, spec in (("solver", solver_spec), ("proposer", proposer_spec)):
+        if spec.length > config.training.row_length:
+            raise UserError(
+                f"an episode of the {role} may have {spec.length} tokens, more than "
+                f"training.row_length={config.training.row_length}; raise it or shorten the lengths."
+            )
+    return Parts(
+        atlas=atlas,
+        tokenizer=tokenizer,
+        encode=encode,
+        policy=policy,
+        params=params,
+        origin=origin,
+        retriever=retriever,
+        solver_sampler=Sampler(
+            "solver_rollout",
+            policy,
+            solver_spec,
+            solver_protocol,
+            tokenizer,
+            retriever,
+            max(s.tasks_per_step * s.group_size, 4 * s.slots),
+            traces,
+        ),
+        proposer_sampler=Sampler(
+            "proposer_rollout",
+            policy,
+            proposer_spec,
+            proposer_protocol,
+            tokenizer,
+            None,
+            max(p.chains_per_step, 16 * p.slots),
+            traces,
+        ),
+    )
+
+
+def policy_folder(name: str) -> str:
+    """A folder as given, or a policy that ships with the package under that name."""
+    shipped = Path(str(files("zest_jax") / "assets" / name))
+    return str(shipped) if "/" not in name and shipped.is_dir() else name
+
+
+def protocol(name: str) -> Protocol:
+    """The protocol of a name.
+
+    Raises:
+      UserError: there is none; tells which there are.
+    """
+    if name not in PROTOCOLS:
+        raise UserError(f"there is no protocol {name!r}; there are {', '.join(PROTOCOLS)}.")
+    return PROTOCOLS[name]
+
+
+def update_specs(config: Any) -> dict[str, UpdateSpec]:
+    """How each role is updated, and how the warm start is."""
+    w, shared = config.warm_start, {"b2": config.training.b2, "remat": config.training.remat}
+    specs = {
+        "warm_start": UpdateSpec(
+            learning_rate=w.learning_rate,
+            warmup_steps=w.warmup_steps,
+            total_steps=w.steps,
+            **shared,
+        )
+    }
+    for role in ("solver", "proposer"):
+        r = config[role]
+        specs[role] = UpdateSpec(
+            learning_rate=r.learning_rate,
+            warmup_steps=r.warmup_steps,
+            max_grad_norm=r.max_grad_norm,
+            clip_low=r.clip_low,
+            clip_high=r.clip_high,
+            temperature=r.temperature,
+            **shared,
+        )
+    return specs
+
+
+def pack_specs(config: Any) -> dict[str, PackSpec]:
+    """Shapes of the packed batches: room for every sequence even if each needs a row of its own."""
+    u, proposals = config.training, config.proposer.chains_per_step
+    counts = {
+        "warm_start": config.warm_start.sequences,
+        "solver": config.solver.tasks_per_step * config.solver.group_size,
+        "proposer": proposals,
+        "contexts": proposals * (config.world.max_hops + 4),
+    }
+    return {
+        name: PackSpec.for_items(count, u.rows, u.row_length, u.row_targets)
+        for name, count in counts.items()
+    }
+
+
+def mix(config: Any, clean: bool) -> Mix:
+    """What the warm start imitates; `clean` leaves out flaws and renaming."""
+    w = config.warm_start
+    return Mix(
+        solver=w.solver,
+        reading=w.reading,
+        proposer=w.proposer,
+        renamed=0.0 if clean else w.renamed,
+        flawed_solver=0.0 if clean else w.flawed_solver,
+        flawed_proposer=0.0 if clean else w.flawed_proposer,
+        max_hops=config.world.max_hops,
+    )
+
+
+def initial_state(config: Any, params: Params) -> dict[str, Any]:
+    """Everything that a checkpoint holds, as it is before the first update."""
+    specs = update_specs(config)
+    return {
+        "solver": specs["warm_start" if config.warm_start.steps else "solver"].init(params),
+        "proposer": specs["proposer"].init(params),
+        "anchor": jax.tree.map(jnp.copy, params),
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """One stretch of a run.
+
+    Attributes:
+      kind: warm_start, proposer or solver.
+      iteration: counted from 0; -1 for the warm start.
+      steps: most updates.
+      title: for people.
+    """
+
+    kind: str
+    iteration: int
+    steps: int
+    title: str
+
+
+def phases(config: Any) -> list[Phase]:
+    """The row of phases that a config describes."""
+    out = []
+    if config.warm_start.steps:
+        out.append(Phase("warm_start", -1, config.warm_start.steps, "warm start"))
+    for k in range(config.schedule.iterations):
+        where = f"iteration {k + 1}/{config.schedule.iterations}"
+        out.append(Phase("proposer", k, config.schedule.proposer_steps, f"{where}: proposer"))
+        out.append(Phase("solver", k, config.schedule.solver_steps, f"{where}: solver"))
+    return out
+
+
+def random_key(seed: int, word: str, step: int) -> jax.Array:
+    """The key of a purpose at a step; a function of its arguments alone, so resuming needs nothing."""
+    named = jax.random.fold_in(jax.random.key(seed), zlib.crc32(word.encode()))
+    return jax.random.fold_in(named, step)

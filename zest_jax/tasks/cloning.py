@@ -1,0 +1,109 @@
+"""What a warm start imitates: scripted episodes of a world, or a file of trajectories.
+
+A trajectory file has one JSON object a line, {"segments": [[text, trained], …]}: the episode's text in
+pieces, each with whether the policy would have written it itself. Prompts and passages are not trained.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from zest_jax.errors import UserError
+from zest_jax.learning.packing import Item
+from zest_jax.tasks import scripts
+from zest_jax.tasks.atlas import Atlas
+from zest_jax.tasks.scripts import Segment
+from zest_jax.tasks.types import read_records
+
+Encode = Callable[[Sequence[str]], list[list[int]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Mix:
+    """Shares of what is imitated.
+
+    Attributes:
+      solver: weight of search episodes.
+      reading: weight of answers from given passages.
+      proposer: weight of question writing.
+      renamed: share of the episodes whose names are random, so that reading has to be learnt and not
+        names by heart.
+      flawed_solver: share of the search episodes that go wrong.
+      flawed_proposer: share of the proposals that are bad questions.
+      max_hops: longest chain.
+    """
+
+    solver: float = 0.6
+    reading: float = 0.1
+    proposer: float = 0.3
+    renamed: float = 0.5
+    flawed_solver: float = 0.5
+    flawed_proposer: float = 0.5
+    max_hops: int = 3
+
+
+def scripted_episodes(
+    atlas: Atlas, mix: Mix, count: int, rng: np.random.Generator
+) -> list[list[Segment]]:
+    """Scripted episodes over training chains."""
+    weights = np.array([mix.solver, mix.reading, mix.proposer])
+    kinds = rng.choice(3, size=count, p=weights / weights.sum())
+    hops_of = rng.integers(1, mix.max_hops + 1, size=count)
+    pools = {
+        hops: atlas.sample_chains(hops, int(np.sum(hops_of == hops)), rng, split="train")
+        for hops in range(1, mix.max_hops + 1)
+    }
+    episodes = []
+    for kind, hops in zip(kinds.tolist(), hops_of.tolist(), strict=True):
+        chain = pools[hops].pop()
+        rename = bool(rng.random() < mix.renamed)
+        if kind == 0:
+            flaw = _pick(scripts.SOLVER_FLAWS, mix.flawed_solver, rng)
+            episodes.append(scripts.solver_script(chain, atlas, rng, rename, flaw))
+        elif kind == 1:
+            episodes.append(scripts.reading_script(chain, atlas, rng, rename))
+        else:
+            flaw = _pick(scripts.proposer_flaws(hops), mix.flawed_proposer, rng)
+            episodes.append(scripts.proposer_script(chain, atlas, rng, rename, flaw))
+    return episodes
+
+
+def read_trajectories(path: str | Path) -> list[list[Segment]]:
+    """All episodes of a trajectory file.
+
+    Raises:
+      UserError: file, line and what was expected.
+    """
+    episodes = []
+    for record, where in read_records(path, "trajectories"):
+        segments = record.get("segments")
+        if not isinstance(segments, list) or not segments:
+            raise UserError(f"{where}: 'segments' must be a list of [text, trained] pairs.")
+        for pair in segments:
+            good = isinstance(pair, list) and len(pair) == 2
+            if not good or not isinstance(pair[0], str) or not isinstance(pair[1], bool):
+                raise UserError(f"{where}: every segment must be [text, true or false].")
+        if not any(trained for _, trained in segments):
+            raise UserError(f"{where}: no segment is trained; mark the policy's own words true.")
+        episodes.append([(text, trained) for text, trained in segments])
+    return episodes
+
+
+def episode_items(episodes: Sequence[Sequence[Segment]], encode: Encode) -> list[Item]:
+    """Token ids and trained positions; segments are tokenised apart, as the sampler joins them."""
+    ids_of = iter(encode([text for episode in episodes for text, _ in episode]))
+    items = []
+    for episode in episodes:
+        pieces = [(next(ids_of), trained) for _, trained in episode]
+        ids = np.array([i for piece, _ in pieces for i in piece], np.int32)
+        mask = np.array([trained for piece, trained in pieces for _ in piece], bool)
+        mask[:1] = False  # nothing predicts the first token
+        targets = np.flatnonzero(mask)
+        items.append(Item(ids, targets, np.zeros(len(targets), np.float32)))
+    return items
+
+
+def _pick(flaws: tuple[str, ...], share: float, rng: np.random.Generator) -> str | None:
+    return flaws[int(rng.integers(len(flaws)))] if rng.random() < share else None
