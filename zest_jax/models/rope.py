@@ -50,7 +50,8 @@ def frequencies(
       float32 [I], and 1.0 except for YaRN.
     """
     exponent_I = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    base_I = np.power(np.float32(theta), exponent_I)
+    # torch's power is correctly rounded almost everywhere, numpy's float32 one is not.
+    base_I = np.power(float(theta), exponent_I.astype(np.float64)).astype(np.float32)
     plain_I = np.float32(1.0) / base_I
     if scaling is None:
         return plain_I, 1.0
@@ -70,9 +71,11 @@ def _llama3(plain_I: np.ndarray, scaling: RopeScaling) -> np.ndarray:
     """Wavelengths beyond original_length / low_freq_factor are stretched, those below
     original_length / high_freq_factor kept, and those between mixed (Llama 3.1's rule)."""
     length, low, high = scaling.original_length, scaling.low_freq_factor, scaling.high_freq_factor
-    wave_I = np.float32(2 * math.pi) / plain_I
+    # torch divides a number by a tensor through the reciprocal: two roundings.
+    wave_I = np.float32(1) / plain_I * np.float32(2 * math.pi)
     stretched_I = plain_I / np.float32(scaling.factor)
-    keep_I = (np.float32(length) / wave_I - np.float32(low)) / np.float32(high - low)
+    turns_I = np.float32(1) / wave_I * np.float32(length)
+    keep_I = (turns_I - np.float32(low)) / np.float32(high - low)
     mixed_I = (1 - keep_I) * plain_I / np.float32(scaling.factor) + keep_I * plain_I
     between_I = np.where(wave_I > length / low, stretched_I, mixed_I)
     return np.where(wave_I < length / high, plain_I, between_I).astype(np.float32)
