@@ -1,7 +1,6 @@
 """Token -> bytes tables and stop tables, against decoding and regular expressions in Python."""
 
 import re
-import unicodedata
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +9,7 @@ import tiny
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers.normalizers import NFC
 
 import zest_jax
 from zest_jax.rollout.stops import NONE, build_stop_table, token_bytes
@@ -115,7 +115,8 @@ def test_joined_bytes_are_the_normalised_text(name, text):
     ids = tokenizer.encode(text, add_special_tokens=False)
     if not set(ids) & set(tokenizer.all_special_ids):
         joined = b"".join(tokens[i] for i in ids)
-        assert joined == unicodedata.normalize("NFC", text).encode()
+        # (Python's own NFC may know an older Unicode than the tokenizer's.)
+        assert joined == NFC().normalize_str(text).encode()
 
 
 def test_unfinished_characters_keep_their_bytes(tokenizer):
