@@ -69,6 +69,7 @@ PROGRAM = """
     import jax, jax.numpy as jnp, numpy as np
     from zest_jax.errors import UserError
     from zest_jax.models import PolicyConfig, bind, init_params, load_pretrained, save_pretrained
+    from zest_jax.models.policy import empty_cache
     from zest_jax.parallel import batch_sharding, make_mesh, param_shardings, shard_batch
     from zest_jax.parallel import shard_params
 
@@ -87,8 +88,26 @@ PROGRAM = """
 
     step = jax.jit(jax.value_and_grad(loss, has_aux=True))
     (_, want), want_grad = step(one, ids, position)
+
+    @jax.jit
+    def sample(params, prompt):
+        policy = bind(config, params)
+        layers = policy.unstack()
+        hidden, cache = policy.extend(layers, empty_cache(config, 8, 32), prompt, jnp.zeros(8, int))
+
+        def draw(carry, at):
+            cache, hidden = carry
+            token = jax.random.categorical(jax.random.fold_in(key, at), policy.logits(hidden))
+            hidden, cache = policy.extend(layers, cache, token[:, None], jnp.full(8, 12 + at))
+            return (cache, hidden[:, 0]), token
+
+        return jax.lax.scan(draw, (cache, hidden[:, -1]), jnp.arange(16))[1]
+
+    want_sampled = sample(one, ids)
     save_pretrained(config, one, folder, max_shard_size=20_000)
     worst = {"init": 0.0, "logits": 0.0, "gradient": 0.0, "loaded": 0.0}
+
+    split_rows = True
 
     def gap(a, b):
         pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
@@ -108,7 +127,13 @@ PROGRAM = """
         params = shard_params(one, mesh)
         batch = shard_batch({"ids": ids, "position": position}, mesh)
         assert batch["ids"].sharding == batch_sharding(mesh)
-        (_, logits), grad = step(params, batch["ids"], batch["position"])
+        with jax.set_mesh(mesh):
+            compiled = step.lower(params, batch["ids"], batch["position"]).compile()
+            (_, logits), grad = compiled(params, batch["ids"], batch["position"])
+            if sizes == (2, 2, 2):
+                same_ids = bool((sample(params, batch["ids"]) == want_sampled).all())
+        # No device holds the hidden states of the whole batch.
+        split_rows &= "f32[8,12,32]" not in compiled.as_text()
         worst["logits"] = max(worst["logits"], gap(logits, want))
         worst["gradient"] = max(worst["gradient"], gap(grad, want_grad))
         save_pretrained(config, params, folder + "/again")
@@ -122,7 +147,8 @@ PROGRAM = """
         refused = False
     except UserError:
         refused = True
-    print(json.dumps({"worst": worst, "split": sorted(split), "refused": refused}))
+    print(json.dumps({"worst": worst, "split": sorted(split), "refused": refused,
+                      "same_ids": same_ids, "split_rows": split_rows}))
 """
 
 
@@ -144,4 +170,4 @@ def test_eight_devices_give_what_one_gives(tmp_path):
     assert got["worst"]["init"] <= 1e-7  # the same draws, summed nowhere
     assert got["worst"]["logits"] <= 1e-5 and got["worst"]["gradient"] <= 1e-6, got
     assert got["split"] == [[2, 16, 24]]  # [layers, D / 2, F / 2]
-    assert got["refused"]
+    assert got["refused"] and got["same_ids"] and got["split_rows"]

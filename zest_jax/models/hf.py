@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -237,6 +238,8 @@ def save_pretrained(
         _write_json(folder / "generation_config.json", dict(generation))
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
+    if jax.process_count() > 1:  # nobody reads what the first one is still writing
+        multihost_utils.sync_global_devices("save_pretrained")
 
 
 # ------------------------------------------------------------------------- names and layouts

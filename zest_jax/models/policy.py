@@ -23,6 +23,7 @@ from flax import nnx
 from zest_jax.models.attention import attention
 from zest_jax.models.config import PolicyConfig
 from zest_jax.models.rope import rotary, rotate
+from zest_jax.parallel.sharding import keep_rows_split
 
 Params = dict[str, Any]
 # A layer's keys and values in, attention's output and whatever the caller wants to keep out.
@@ -160,7 +161,8 @@ class Policy(nnx.Module):
         block_def, stacked = nnx.split(self.blocks)
 
         def layer(x_BLD: jax.Array, params: Any) -> tuple[jax.Array, None]:
-            return nnx.merge(block_def, params)(x_BLD, rope, attend)
+            x_BLD, kept = nnx.merge(block_def, params)(x_BLD, rope, attend)
+            return keep_rows_split(x_BLD), kept
 
         if remat != "none":
             layer = jax.checkpoint(layer, policy=_REMAT[remat], prevent_cse=False)
@@ -218,6 +220,7 @@ class Policy(nnx.Module):
                 return out, (keys_SMJK, values_SMJK)
 
             x_SCD, (keys_SMJK, values_SMJK) = layer(x_SCD, rope, attend)
+            x_SCD = keep_rows_split(x_SCD)
             new["keys"].append(keys_SMJK)
             new["values"].append(values_SMJK)
         return rms_norm(x_SCD, self.final_norm_D[...], self.config.norm_eps), new
@@ -238,7 +241,7 @@ class Policy(nnx.Module):
         return rotary(position, c.head_dim, c.rope_theta, c.rope_scaling)
 
     def _embed(self, ids: jax.Array) -> jax.Array:
-        return self.embed_VD[...].astype(self.config.dtype)[ids]
+        return keep_rows_split(self.embed_VD[...].astype(self.config.dtype)[ids])
 
 
 Cache = dict[str, list[jax.Array]]

@@ -3,6 +3,7 @@
 from zest_jax.parallel.mesh import AXES, make_mesh
 from zest_jax.parallel.sharding import (
     batch_sharding,
+    keep_rows_split,
     param_shardings,
     plan_shardings,
     shard_batch,
@@ -12,6 +13,7 @@ from zest_jax.parallel.sharding import (
 __all__ = [
     "AXES",
     "batch_sharding",
+    "keep_rows_split",
     "make_mesh",
     "param_shardings",
     "plan_shardings",

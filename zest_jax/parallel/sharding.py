@@ -9,11 +9,12 @@ Shape letters (in the names): V vocabulary, D width, H heads, J key/value heads,
 F feed-forward width.
 """
 
+import math
 from typing import Any
 
 import jax
 from absl import logging
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zest_jax.errors import UserError
@@ -107,6 +108,22 @@ def shard_batch(batch: Any, mesh: Mesh) -> Any:
         return jax.make_array_from_process_local_data(sharding, leaf)
 
     return jax.tree.map(one, batch)
+
+
+def keep_rows_split(x: jax.Array) -> jax.Array:
+    """Pins activations [B, …] to rows split over data and fsdp, all else whole, under a set mesh.
+
+    Without it the compiler may as well gather the rows and reduce over split weights: correct, but
+    every device then computes the whole batch. It acts while tracing within `jax.set_mesh(mesh)`;
+    elsewhere, and where the devices cannot share the rows evenly, it returns `x` as it is.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    if any(axes.get(axis) != AxisType.Auto for axis in BATCH[0]):  # no mesh, or in shard_map
+        return x
+    if x.shape[0] % math.prod(mesh.shape[axis] for axis in BATCH[0]):
+        return x
+    return jax.lax.with_sharding_constraint(x, P(*BATCH, *[None] * (x.ndim - 1)))
 
 
 def _spec(path: tuple[Any, ...], shape: tuple[int, ...], mesh: Mesh, notes: list[str]) -> P:
