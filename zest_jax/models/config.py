@@ -183,8 +183,7 @@ class PolicyConfig:
 
 
 def _refuse_unsupported(hf: Mapping[str, Any]) -> None:
-    """Raises UserError for whatever would make our block compute something else than the
-    checkpoint."""
+    """Raises UserError for whatever our block would compute otherwise than the checkpoint."""
     family = hf.get("model_type")
     if family in ("qwen2_moe", "qwen3_moe"):
         raise UserError(
@@ -225,8 +224,7 @@ def _refuse_unsupported(hf: Mapping[str, Any]) -> None:
 
 
 def _read_rope(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-    """Base and scaling from `rope_parameters` (transformers 5) or `rope_theta`/`rope_scaling`
-    (4)."""
+    """Base and scaling, from the fields of transformers 5 (`rope_parameters`) or 4."""
     rope = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
     theta = float(rope.get("rope_theta") or hf.get("rope_theta") or 10_000.0)
     kind = rope.get("rope_type") or rope.get("type") or "default"

@@ -187,9 +187,9 @@ class Policy(nnx.Module):
 
         Args:
           layers: what `unstack` gave.
-          cache: keys and values, each a list over layers of [S, M, J, K]; M must be at least
-            max(start_S) + C, which is the caller's to guarantee (a write past the end would be
-            shifted, not refused).
+          cache: keys [S, J, K, M] and values [S, J, M, K], each a list over layers (so that both
+            products run along rows); M must be at least max(start_S) + C, which is the caller's
+            to guarantee (a write past the end would be lost or shifted, not refused).
           ids_SC: token ids of the chunk.
           start_S: tokens of each slot already in the cache.
 
@@ -197,37 +197,36 @@ class Policy(nnx.Module):
           Hidden states [S, C, D] after the final norm, and the cache with the chunk written.
         """
         S, C = ids_SC.shape
-        M = cache["keys"][0].shape[1]
+        M = cache["keys"][0].shape[3]
         position_SC = start_S[:, None] + jnp.arange(C)
         slot_SM = jnp.broadcast_to(jnp.arange(M), (S, M))
         rope = self._rope(position_SC)
         x_SCD = self._embed(ids_SC)
         new: Cache = {"keys": [], "values": []}
-        for layer, keys_SMJK, values_SMJK in zip(
+        for layer, keys_SJKM, values_SJMK in zip(
             layers, cache["keys"], cache["values"], strict=True
         ):
 
-            def attend(q, k, v, keys_SMJK=keys_SMJK, values_SMJK=values_SMJK):
-                keys_SMJK = _write(keys_SMJK, k, start_S)
-                values_SMJK = _write(values_SMJK, v, start_S)
+            def attend(q, k, v, keys_SJKM=keys_SJKM, values_SJMK=values_SJMK):
+                keys_SJKM = _write_keys(keys_SJKM, k, start_S)
+                values_SJMK = _write_values(values_SJMK, v, start_S)
                 out = attention(
                     q,
-                    keys_SMJK,
-                    values_SMJK,
+                    keys_SJKM.transpose(0, 3, 1, 2),
+                    values_SJMK.transpose(0, 2, 1, 3),
                     query_position_BL=position_SC,
                     key_position_BM=slot_SM,
                 )
-                return out, (keys_SMJK, values_SMJK)
+                return out, (keys_SJKM, values_SJMK)
 
-            x_SCD, (keys_SMJK, values_SMJK) = layer(x_SCD, rope, attend)
+            x_SCD, (keys_SJKM, values_SJMK) = layer(x_SCD, rope, attend)
             x_SCD = keep_rows_split(x_SCD)
-            new["keys"].append(keys_SMJK)
-            new["values"].append(values_SMJK)
+            new["keys"].append(keys_SJKM)
+            new["values"].append(values_SJMK)
         return rms_norm(x_SCD, self.final_norm_D[...], self.config.norm_eps), new
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """Float32 logits [..., V] of hidden states [..., D]; call it at the positions needed
-        only."""
+        """Float32 logits [..., V] of hidden states [..., D], to be called at few positions."""
         if self.config.tied:
             weight_VD = self.embed_VD[...].astype(hidden.dtype)
             return jnp.einsum(
@@ -249,10 +248,11 @@ Cache = dict[str, list[jax.Array]]
 
 def empty_cache(config: PolicyConfig, slots: int, length: int) -> Cache:
     """A zero cache for `slots` sequences of at most `length` tokens."""
-    shape = (slots, length, config.kv_heads, config.head_dim)
+    S, J, M, K = slots, config.kv_heads, length, config.head_dim
+    shapes = {"keys": (S, J, K, M), "values": (S, J, M, K)}
     return {
         name: [jnp.zeros(shape, config.dtype) for _ in range(config.layers)]
-        for name in ("keys", "values")
+        for name, shape in shapes.items()
     }
 
 
@@ -260,15 +260,29 @@ def _cast(param: nnx.Param, dtype: Any) -> jax.Array:
     return param[...].astype(dtype)
 
 
-def _write(cache_SMJK: jax.Array, chunk_SCJK: jax.Array, start_S: jax.Array) -> jax.Array:
+def _write_keys(cache_SJKM: jax.Array, chunk_SCJK: jax.Array, start_S: jax.Array) -> jax.Array:
     """Writes each slot's chunk at its own start."""
-    if chunk_SCJK.shape[1] == 1:  # a scatter of single rows is the cheaper program when decoding
-        row_S = jnp.arange(cache_SMJK.shape[0])
-        return cache_SMJK.at[row_S, start_S].set(
-            chunk_SCJK[:, 0], indices_are_sorted=True, unique_indices=True
-        )
-    update = jax.vmap(lambda row, chunk, at: jax.lax.dynamic_update_slice(row, chunk, (at, 0, 0)))
-    return update(cache_SMJK, chunk_SCJK, start_S)
+    S, J, K, M = cache_SJKM.shape
+    if chunk_SCJK.shape[1] == 1:  # decoding: a scatter over the flat cache is the cheapest program
+        at_SJK = jnp.arange(S * J * K).reshape(S, J, K) * M + start_S[:, None, None]
+        return _scatter(cache_SJKM.reshape(-1), at_SJK, chunk_SCJK).reshape(cache_SJKM.shape)
+    update = jax.vmap(lambda row, chunk, at: jax.lax.dynamic_update_slice(row, chunk, (0, 0, at)))
+    return update(cache_SJKM, chunk_SCJK.transpose(0, 2, 3, 1), start_S)
+
+
+def _write_values(cache_SJMK: jax.Array, chunk_SCJK: jax.Array, start_S: jax.Array) -> jax.Array:
+    """Writes each slot's chunk at its own start."""
+    S, J, M, K = cache_SJMK.shape
+    if chunk_SCJK.shape[1] == 1:
+        at_SJ = jnp.arange(S * J).reshape(S, J) * M + start_S[:, None]
+        return _scatter(cache_SJMK.reshape(-1, K), at_SJ, chunk_SCJK).reshape(cache_SJMK.shape)
+    update = jax.vmap(lambda row, chunk, at: jax.lax.dynamic_update_slice(row, chunk, (0, at, 0)))
+    return update(cache_SJMK, chunk_SCJK.transpose(0, 2, 1, 3), start_S)
+
+
+def _scatter(flat: jax.Array, at: jax.Array, values: jax.Array) -> jax.Array:
+    values = values.reshape(at.size, *flat.shape[1:])
+    return flat.at[at.reshape(-1)].set(values, indices_are_sorted=True, unique_indices=True)
 
 
 @functools.cache
