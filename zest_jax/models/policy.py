@@ -189,7 +189,7 @@ class Policy(nnx.Module):
           layers: what `unstack` gave.
           cache: keys [S, J, K, M] and values [S, J, M, K], each a list over layers (so that both
             products run along rows); M must be at least max(start_S) + C, which is the caller's
-            to guarantee (a write past the end would be lost or shifted, not refused).
+            to guarantee (a write past the end would be shifted, not refused).
           ids_SC: token ids of the chunk.
           start_S: tokens of each slot already in the cache.
 
@@ -262,27 +262,15 @@ def _cast(param: nnx.Param, dtype: Any) -> jax.Array:
 
 def _write_keys(cache_SJKM: jax.Array, chunk_SCJK: jax.Array, start_S: jax.Array) -> jax.Array:
     """Writes each slot's chunk at its own start."""
-    S, J, K, M = cache_SJKM.shape
-    if chunk_SCJK.shape[1] == 1:  # decoding: a scatter over the flat cache is the cheapest program
-        at_SJK = jnp.arange(S * J * K).reshape(S, J, K) * M + start_S[:, None, None]
-        return _scatter(cache_SJKM.reshape(-1), at_SJK, chunk_SCJK).reshape(cache_SJKM.shape)
+    # Slice by slice, not by indices into a flat cache: slots and heads may lie on several devices.
     update = jax.vmap(lambda row, chunk, at: jax.lax.dynamic_update_slice(row, chunk, (0, 0, at)))
     return update(cache_SJKM, chunk_SCJK.transpose(0, 2, 3, 1), start_S)
 
 
 def _write_values(cache_SJMK: jax.Array, chunk_SCJK: jax.Array, start_S: jax.Array) -> jax.Array:
     """Writes each slot's chunk at its own start."""
-    S, J, M, K = cache_SJMK.shape
-    if chunk_SCJK.shape[1] == 1:
-        at_SJ = jnp.arange(S * J).reshape(S, J) * M + start_S[:, None]
-        return _scatter(cache_SJMK.reshape(-1, K), at_SJ, chunk_SCJK).reshape(cache_SJMK.shape)
     update = jax.vmap(lambda row, chunk, at: jax.lax.dynamic_update_slice(row, chunk, (0, at, 0)))
     return update(cache_SJMK, chunk_SCJK.transpose(0, 2, 1, 3), start_S)
-
-
-def _scatter(flat: jax.Array, at: jax.Array, values: jax.Array) -> jax.Array:
-    values = values.reshape(at.size, *flat.shape[1:])
-    return flat.at[at.reshape(-1)].set(values, indices_are_sorted=True, unique_indices=True)
 
 
 @functools.cache
