@@ -36,7 +36,9 @@ def get_config() -> ConfigDict:
     c.warm_start.reading = 0.1  # weight of answering from given passages
     c.warm_start.proposer = 0.3  # weight of question writing
     c.warm_start.renamed = 0.5  # share of scripts whose names are random strings
-    c.warm_start.flawed_solver = 0.5  # share of search episodes that go wrong
+    c.warm_start.early_answer = 0.5  # share of search episodes that give up after the first search
+    c.warm_start.wrong_field = 0.1  # share that read a wrong field of the passage
+    c.warm_start.relation_query = 0.05  # share that search for a relation instead of a name
     c.warm_start.flawed_proposer = 0.5  # share of proposals that are bad questions
 
     c.retrieval = ConfigDict()
@@ -57,6 +59,7 @@ def get_config() -> ConfigDict:
     c.solver.temperature = 1.0  # of sampling in training
     c.solver.learning_rate = 3e-4  # peak
     c.solver.warmup_steps = 5  # steps to the peak
+    c.solver.decay = False  # cosine from the peak to a tenth over each iteration's phase
     c.solver.max_grad_norm = 1.0  # gradients are scaled down to this norm
     c.solver.clip_low = 0.2  # ratio clip below 1
     c.solver.clip_high = 0.2  # ratio clip above 1
@@ -71,6 +74,7 @@ def get_config() -> ConfigDict:
     c.proposer.temperature = 1.0  # of sampling, in training and in generation
     c.proposer.learning_rate = 3e-4  # peak
     c.proposer.warmup_steps = 2  # steps to the peak
+    c.proposer.decay = False  # cosine from the peak to a tenth over one phase's length
     c.proposer.max_grad_norm = 1.0  # gradients are scaled down to this norm
     c.proposer.clip_low = 0.2  # ratio clip below 1
     c.proposer.clip_high = 0.2  # ratio clip above 1

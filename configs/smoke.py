@@ -11,8 +11,9 @@ def get_config(arg: str = ""):
     c.schedule.iterations = 2
     c.schedule.proposer_steps = 6
     c.schedule.solver_steps = 45
-    c.schedule.tasks = 384
-    c.schedule.max_chains = 720
+    c.schedule.tasks = 720
+    c.schedule.max_chains = 960
+    c.solver.decay = True
     c.policy.folder = "smoke_policy"
     if variant.size == "warm_start":
         c.policy.folder = ""

@@ -177,6 +177,7 @@ def update_specs(config: Any) -> dict[str, UpdateSpec]:
         specs[role] = UpdateSpec(
             learning_rate=r.learning_rate,
             warmup_steps=r.warmup_steps,
+            total_steps=config.schedule[f"{role}_steps"] if r.decay else 0,
             max_grad_norm=r.max_grad_norm,
             clip_low=r.clip_low,
             clip_high=r.clip_high,
@@ -209,7 +210,9 @@ def mix(config: Any, clean: bool) -> Mix:
         reading=w.reading,
         proposer=w.proposer,
         renamed=0.0 if clean else w.renamed,
-        flawed_solver=0.0 if clean else w.flawed_solver,
+        early_answer=0.0 if clean else w.early_answer,
+        wrong_field=0.0 if clean else w.wrong_field,
+        relation_query=0.0 if clean else w.relation_query,
         flawed_proposer=0.0 if clean else w.flawed_proposer,
         max_hops=config.world.max_hops,
     )

@@ -294,7 +294,14 @@ def main(config: Any, workdir_path: str) -> None:
             atlas, c.schedule.max_chains, c.world.max_hops, rng("generation")
         )
         _, proposed = propose(chains, "generation")
-        tasks, duplicates = proposals.tasks_of(proposed, atlas, phase.iteration, c.schedule.tasks)
+        prompt = solver_sampler.protocol.prompt
+
+        def fits(question: str) -> bool:
+            return len(parts.encode([prompt.format(question=question)])[0]) <= c.solver.prompt_length
+
+        tasks, duplicates = proposals.tasks_of(
+            proposed, atlas, phase.iteration, c.schedule.tasks, fits
+        )
         if len(tasks) < c.solver.tasks_per_step:
             raise RuntimeError(
                 f"only {len(tasks)} of {len(chains)} proposals passed the gates: the proposer of "

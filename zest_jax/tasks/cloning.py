@@ -30,7 +30,8 @@ class Mix:
       proposer: weight of question writing.
       renamed: share of the episodes whose names are random, so that reading has to be learnt and not
         names by heart.
-      flawed_solver: share of the search episodes that go wrong.
+      early_answer, wrong_field, relation_query: shares of the search episodes that go wrong in these
+        ways (`scripts.solver_script`); the rest are right.
       flawed_proposer: share of the proposals that are bad questions.
       max_hops: longest chain.
     """
@@ -39,7 +40,9 @@ class Mix:
     reading: float = 0.1
     proposer: float = 0.3
     renamed: float = 0.5
-    flawed_solver: float = 0.5
+    early_answer: float = 0.5
+    wrong_field: float = 0.1
+    relation_query: float = 0.05
     flawed_proposer: float = 0.5
     max_hops: int = 3
 
@@ -60,12 +63,16 @@ def scripted_episodes(
         chain = pools[hops].pop()
         rename = bool(rng.random() < mix.renamed)
         if kind == 0:
-            flaw = _pick(scripts.SOLVER_FLAWS, mix.flawed_solver, rng)
+            shares = [mix.early_answer, mix.wrong_field, mix.relation_query]
+            at = int(np.searchsorted(np.cumsum(shares), rng.random(), side="right"))
+            flaw = scripts.SOLVER_FLAWS[at] if at < len(shares) else None
             episodes.append(scripts.solver_script(chain, atlas, rng, rename, flaw))
         elif kind == 1:
             episodes.append(scripts.reading_script(chain, atlas, rng, rename))
         else:
-            flaw = _pick(scripts.proposer_flaws(hops), mix.flawed_proposer, rng)
+            flaws = scripts.proposer_flaws(hops)
+            flawed = rng.random() < mix.flawed_proposer
+            flaw = flaws[int(rng.integers(len(flaws)))] if flawed else None
             episodes.append(scripts.proposer_script(chain, atlas, rng, rename, flaw))
     return episodes
 
@@ -104,6 +111,3 @@ def episode_items(episodes: Sequence[Sequence[Segment]], encode: Encode) -> list
         items.append(Item(ids, targets, np.zeros(len(targets), np.float32)))
     return items
 
-
-def _pick(flaws: tuple[str, ...], share: float, rng: np.random.Generator) -> str | None:
-    return flaws[int(rng.integers(len(flaws)))] if rng.random() < share else None

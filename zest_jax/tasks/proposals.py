@@ -130,15 +130,27 @@ def context_items(
 
 
 def tasks_of(
-    proposals: Sequence[Proposal], atlas: Atlas, iteration: int, most: int
+    proposals: Sequence[Proposal],
+    atlas: Atlas,
+    iteration: int,
+    most: int,
+    fits: Callable[[str], bool] = lambda question: True,
 ) -> tuple[list[Task], int]:
-    """The tasks of the proposals that passed, each question once, and how many came twice."""
+    """The tasks of the proposals that passed, each question once, and how many came twice.
+
+    Args:
+      proposals: judged proposals.
+      atlas: the world.
+      iteration: of the run, noted in the tasks.
+      most: tasks wanted; later ones are left out.
+      fits: whether a question is short enough for the solver's prompt.
+    """
     tasks: list[Task] = []
     seen: set[str] = set()
     duplicates = 0
     for proposal in proposals:
         question = proposal.parsed.question
-        if not proposal.gate.passed or question is None:
+        if not proposal.gate.passed or question is None or not fits(question):
             continue
         if question in seen:
             duplicates += 1

@@ -73,7 +73,7 @@ def solver_script(
     """Searches along a chain, then answers.
 
     Flaws (each still ends in an answer, and a wrong one):
-      early_answer: stops before the last search and answers the entity reached so far; a 1-hop
+      early_answer: gives up after the first search and answers the entity reached by it; a 1-hop
         question is answered without any search.
       wrong_field: reads a wrong relation of the right passage at one hop and follows it.
       relation_query: searches a relation's words at one hop; a passage drawn at random comes back,
@@ -121,7 +121,7 @@ def _plan(
     labels = atlas.graph.relation_labels
     stop = chain.hops
     if flaw == "early_answer":
-        stop = int(rng.integers(1, chain.hops)) if chain.hops > 1 else 0
+        stop = min(1, chain.hops - 1)
     steps = [
         (labels[chain.relations[hop]], chain.entities[hop], chain.entities[hop])
         for hop in range(stop)
