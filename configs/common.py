@@ -49,11 +49,12 @@ def get_config() -> ConfigDict:
 
     c.solver = ConfigDict()
     c.solver.protocol = "plain_search"  # how an episode is written
-    c.solver.prompt_length = 40  # tokens of the longest prompt
-    c.solver.action_length = 24  # tokens of one action
-    c.solver.observation_length = 64  # tokens that one search may bring
+    c.solver.prompt_length = 32  # tokens of the longest prompt
+    c.solver.action_length = 20  # tokens of one action
+    c.solver.observation_length = 62  # tokens that one search may bring
     c.solver.searches = 3  # searches an episode may have
     c.solver.slots = 128  # episodes sampled at once
+    c.solver.wait_fraction = 1.0  # share of the slots that must wait before decoding stops for them
     c.solver.tasks_per_step = 16  # questions of a step
     c.solver.group_size = 8  # rollouts per question
     c.solver.temperature = 1.0  # of sampling in training
@@ -93,9 +94,7 @@ def get_config() -> ConfigDict:
     c.schedule.max_chains = 2000  # chains that may be tried for them
 
     c.training = ConfigDict()  # shape of packed micro-batches
-    c.training.rows = 16  # rows of a micro-batch
-    c.training.row_length = 384  # tokens of a row; no sequence may be longer
-    c.training.row_targets = 192  # trained tokens of a row
+    c.training.rows = 8  # rows of a micro-batch
     c.training.b2 = 0.98  # decay of Adam's second moment
     c.training.remat = "none"  # none, dots or full: what the backward pass keeps
 

@@ -1,24 +1,57 @@
-"""Dr. Free, whole, on the embedded world, in minutes on two CPU cores."""
+"""Dr. Free, whole, on the embedded world, in minutes on two CPU cores.
+
+    python -m zest_jax.train --config=configs/smoke.py --workdir=runs/smoke
+"""
 
 from configs import common
 from zest_jax.config import parse_arg
 
 
 def get_config(arg: str = ""):
-    """Variants: "" | "control" (shuffled rewards) | "gpu" (larger, from random weights) | "warm_start"."""
+    """Dr. Free on the atlas.
+
+    Variants (after a colon, as in configs/smoke.py:gpu):
+      (none)      a shipped policy of 0.8M parameters, two iterations
+      gpu         a policy of 5.6M parameters from random weights: warm start, then four iterations
+      warm_start  the warm start alone: what made the shipped policy (with zest_jax.warm_start)
+      control     rewards go to random rollouts of the batch; must not learn (joins with the others)
+    """
     variant = parse_arg(arg, size=("smoke", "gpu", "warm_start"), control=False)
     c = common.get_config()
+    c.control.shuffle_rewards = variant.control
     c.schedule.iterations = 2
     c.schedule.proposer_steps = 6
-    c.schedule.solver_steps = 45
-    c.schedule.tasks = 720
-    c.schedule.max_chains = 960
+    c.schedule.solver_steps = 24
+    c.schedule.tasks = 384
+    c.schedule.max_chains = 576
     c.solver.decay = True
-    c.policy.folder = "smoke_policy"
+    if variant.size == "smoke":
+        c.policy.folder = "smoke_policy"
+        return c
+
+    c.warm_start.steps = 1500
+    c.warm_start.sequences = 160
+    c.warm_start.stop_every = 250
     if variant.size == "warm_start":
-        c.policy.folder = ""
         c.schedule.iterations = 0
-        c.warm_start.steps = 3000
-        c.warm_start.stop_at_em = 0.45
-    c.control.shuffle_rewards = variant.control
+        return c
+
+    c.policy.width = 256
+    c.policy.layers = 6
+    c.policy.heads = 8
+    c.policy.mlp_width = 704
+    c.warm_start.learning_rate = 1e-3
+    c.solver.slots = 256
+    c.solver.tasks_per_step = 32
+    c.solver.learning_rate = 2e-4
+    c.proposer.slots = 96
+    c.proposer.chains_per_step = 96
+    c.proposer.learning_rate = 2e-4
+    c.schedule.iterations = 4
+    c.schedule.proposer_steps = 10
+    c.schedule.solver_steps = 50
+    c.schedule.tasks = 1600
+    c.schedule.max_chains = 2304
+    c.training.rows = 32
+    c.checkpoint.every = 100
     return c

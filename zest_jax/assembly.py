@@ -96,23 +96,7 @@ def build(config: Any, traces: TraceCounter) -> Parts:
         dimension=r.dimension,
         vocab_size=policy.vocab_size,
     )
-    solver_spec = RolloutSpec(
-        slots=s.slots,
-        prompt_length=s.prompt_length,
-        action_length=s.action_length,
-        observation_length=s.observation_length,
-        searches=s.searches,
-        query_length=r.query_length,
-    )
-    proposer_spec = RolloutSpec(
-        slots=p.slots, prompt_length=p.prompt_length, action_length=p.action_length
-    )
-    for role, spec in (("solver", solver_spec), ("proposer", proposer_spec)):
-        if spec.length > config.training.row_length:
-            raise UserError(
-                f"an episode of the {role} may have {spec.length} tokens, more than "
-                f"training.row_length={config.training.row_length}; raise it or shorten the lengths."
-            )
+    specs = rollout_specs(config)
     return Parts(
         atlas=atlas,
         tokenizer=tokenizer,
@@ -124,7 +108,7 @@ def build(config: Any, traces: TraceCounter) -> Parts:
         solver_sampler=Sampler(
             "solver_rollout",
             policy,
-            solver_spec,
+            specs["solver"],
             solver_protocol,
             tokenizer,
             retriever,
@@ -134,7 +118,7 @@ def build(config: Any, traces: TraceCounter) -> Parts:
         proposer_sampler=Sampler(
             "proposer_rollout",
             policy,
-            proposer_spec,
+            specs["proposer"],
             proposer_protocol,
             tokenizer,
             None,
@@ -187,18 +171,44 @@ def update_specs(config: Any) -> dict[str, UpdateSpec]:
     return specs
 
 
+def rollout_specs(config: Any) -> dict[str, RolloutSpec]:
+    """Sizes of the roles' episodes."""
+    s, p = config.solver, config.proposer
+    return {
+        "solver": RolloutSpec(
+            slots=s.slots,
+            prompt_length=s.prompt_length,
+            action_length=s.action_length,
+            observation_length=s.observation_length,
+            searches=s.searches,
+            query_length=config.retrieval.query_length,
+            wait_fraction=s.wait_fraction,
+        ),
+        "proposer": RolloutSpec(
+            slots=p.slots, prompt_length=p.prompt_length, action_length=p.action_length
+        ),
+    }
+
+
 def pack_specs(config: Any) -> dict[str, PackSpec]:
-    """Shapes of the packed batches: room for every sequence even if each needs a row of its own."""
-    u, proposals = config.training, config.proposer.chains_per_step
-    counts = {
-        "warm_start": config.warm_start.sequences,
-        "solver": config.solver.tasks_per_step * config.solver.group_size,
-        "proposer": proposals,
-        "contexts": proposals * (config.world.max_hops + 4),
+    """Shapes of the packed batches: rows as long as the longest sequence of their kind, and room for
+    every sequence even if each needs a row of its own."""
+    rollouts, hops = rollout_specs(config), config.world.max_hops
+    solver, proposer = rollouts["solver"], rollouts["proposer"]
+    # A context: the question, every passage of a chain, and the answer.
+    passages = config.solver.observation_length * max(hops + 1, config.retrieval.top_k)
+    context = config.solver.prompt_length + passages + config.solver.action_length
+    proposals = config.proposer.chains_per_step
+    shapes = {
+        "warm_start": (config.warm_start.sequences, max(solver.length, proposer.length, context)),
+        "solver": (config.solver.tasks_per_step * config.solver.group_size, solver.length),
+        "proposer": (proposals, proposer.length),
+        "contexts": (proposals * (hops + 4), context),
     }
     return {
-        name: PackSpec.for_items(count, u.rows, u.row_length, u.row_targets)
-        for name, count in counts.items()
+        # Half of a row may be trained tokens; it is less in any episode with passages or a chain.
+        name: PackSpec.for_items(count, config.training.rows, length, length // 2)
+        for name, (count, length) in shapes.items()
     }
 
 

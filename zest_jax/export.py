@@ -8,6 +8,7 @@ The folder loads in transformers (`AutoModelForCausalLM`, `AutoTokenizer`) and i
 
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,23 +19,24 @@ from zest_jax import assembly, cli
 from zest_jax.checkpoint import Checkpoints
 from zest_jax.errors import UserError
 from zest_jax.models.hf import save_pretrained
+from zest_jax.models.policy import Params
 from zest_jax.tracing import TraceCounter
 from zest_jax.workdir import Workdir
 
 ROLES = ("solver", "proposer", "anchor")
 
 
-def export(workdir_path: str, role: str, out: str, dtype: str = "float32") -> int:
-    """Writes the newest checkpoint's weights of a role; returns its step.
+def load_role(workdir_path: str, role: str) -> tuple[assembly.Parts, Params, int]:
+    """The parts of a run, a role's weights in its newest checkpoint, and that checkpoint's step.
 
     Raises:
-      UserError: an unknown role, or a workdir without a checkpoint.
+      UserError: an unknown role, or a folder that is no workdir or has no checkpoint.
     """
     if role not in ROLES:
-        raise UserError(f"--role is one of {', '.join(ROLES)}, not {role!r}.")
-    workdir = Workdir(workdir_path, lock=False)
-    if not workdir.config_json.exists():
+        raise UserError(f"the role is one of {', '.join(ROLES)}, not {role!r}.")
+    if not (Path(workdir_path) / "config.json").exists():
         raise UserError(f"{workdir_path} is no workdir of a run: it has no config.json.")
+    workdir = Workdir(workdir_path, lock=False)
     config = ConfigDict(json.loads(workdir.config_json.read_text("utf-8")))
     parts = assembly.build(config, TraceCounter())
     checkpoints = Checkpoints(workdir.checkpoints, config.checkpoint.keep)
@@ -42,7 +44,16 @@ def export(workdir_path: str, role: str, out: str, dtype: str = "float32") -> in
         raise UserError(f"{workdir_path} has no checkpoint yet; let the run come further.")
     step, state, _ = checkpoints.restore(assembly.initial_state(config, parts.params))
     checkpoints.close()
-    params = state[role] if role == "anchor" else state[role].params
+    return parts, state[role] if role == "anchor" else state[role].params, step
+
+
+def export(workdir_path: str, role: str, out: str, dtype: str = "float32") -> int:
+    """Writes the newest checkpoint's weights of a role as a folder; returns its step.
+
+    Raises:
+      UserError: see `load_role`.
+    """
+    parts, params, step = load_role(workdir_path, role)
     save_pretrained(parts.policy, jax.device_get(params), out, parts.tokenizer, dtype=dtype)
     return step
 

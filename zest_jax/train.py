@@ -220,6 +220,10 @@ def main(config: Any, workdir_path: str) -> None:
     # ------------------------------------------------------------------------------------------
     # Proposer phase: questions for chains, paid by the likelihood contrast (Dr. Free)
     # ------------------------------------------------------------------------------------------
+    def fits(question: str) -> bool:
+        prompt = solver_sampler.protocol.prompt.format(question=question)
+        return len(parts.encode([prompt])[0]) <= c.solver.prompt_length
+
     def propose(
         chains: Sequence[Chain], name: str
     ) -> tuple[Trajectories, list[proposals.Proposal]]:
@@ -229,7 +233,8 @@ def main(config: Any, workdir_path: str) -> None:
         )
         texts = proposer_sampler.texts(episodes)
         return episodes, [
-            proposals.judge(chain, text, atlas) for chain, text in zip(chains, texts, strict=True)
+            proposals.judge(chain, text, atlas, fits)
+            for chain, text in zip(chains, texts, strict=True)
         ]
 
     def one_shot(proposed: Sequence[proposals.Proposal]) -> list[str]:
@@ -294,14 +299,7 @@ def main(config: Any, workdir_path: str) -> None:
             atlas, c.schedule.max_chains, c.world.max_hops, rng("generation")
         )
         _, proposed = propose(chains, "generation")
-        prompt = solver_sampler.protocol.prompt
-
-        def fits(question: str) -> bool:
-            return len(parts.encode([prompt.format(question=question)])[0]) <= c.solver.prompt_length
-
-        tasks, duplicates = proposals.tasks_of(
-            proposed, atlas, phase.iteration, c.schedule.tasks, fits
-        )
+        tasks, duplicates = proposals.tasks_of(proposed, atlas, phase.iteration, c.schedule.tasks)
         if len(tasks) < c.solver.tasks_per_step:
             raise RuntimeError(
                 f"only {len(tasks)} of {len(chains)} proposals passed the gates: the proposer of "

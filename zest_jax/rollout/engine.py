@@ -62,6 +62,9 @@ class RolloutSpec:
       query_length: tokens of a query that are embedded, Q; the first ones count.
       wait_fraction: share of the slots that must wait before writing is interrupted for them; 1.0
         waits until none is writing.
+      block_slots: slots whose new tokens go through the policy together, W; those with the most new
+        tokens first, so that a pass over few or short ones is short.
+      block_tokens: tokens of a slot that go through it at a time.
     """
 
     slots: int
@@ -71,17 +74,22 @@ class RolloutSpec:
     searches: int = 0
     query_length: int = 16
     wait_fraction: float = 1.0
+    block_slots: int = 32
+    block_tokens: int = 32
 
     @property
     def length(self) -> int:
         """Longest possible episode, L."""
         turns = self.searches
-        return self.prompt_length + (turns + 1) * self.action_length + turns * self.observation_length
+        return (
+            self.prompt_length + (turns + 1) * self.action_length + turns * self.observation_length
+        )
 
     @property
     def chunk(self) -> int:
         """Tokens one extend pass may write, C: a prompt, or an action's last token and what follows."""
-        return max(self.prompt_length, self.observation_length + 1)
+        longest = max(self.prompt_length, self.observation_length + 1)
+        return -(-longest // self.block_tokens) * self.block_tokens
 
 
 @jax.tree_util.register_dataclass
@@ -105,7 +113,7 @@ class State:
     """Everything a rollout carries from step to step.
 
     Attributes:
-      cache: keys and values per layer, [S, L + C, J, K].
+      cache: keys and values per layer, for L + C tokens of every slot.
       rows: the episodes under way, one a slot (`Trajectories` with S rows).
       episode_S: number of each slot's episode; N for a slot that has none.
       phase_S: IDLE, WRITING, SEARCHING, INVALID or DONE.
@@ -159,7 +167,9 @@ class Engine:
             )
 
     @classmethod
-    def build(cls, config: PolicyConfig, spec: RolloutSpec, protocol: Protocol, tokenizer) -> "Engine":
+    def build(
+        cls, config: PolicyConfig, spec: RolloutSpec, protocol: Protocol, tokenizer
+    ) -> "Engine":
         """Tokenises what the protocol adds and collects the ids that end a turn."""
         correction = protocol.correction
         ids = tokenizer(correction, add_special_tokens=False)["input_ids"] if correction else []
@@ -219,9 +229,7 @@ class Engine:
             decode = functools.partial(self.decode, policy, layers, table, draws)
             return jax.lax.while_loop(self.should_write, decode, state)
 
-        state = jax.lax.while_loop(
-            self.has_work, lambda s: write(extend(s)), state
-        )
+        state = jax.lax.while_loop(self.has_work, lambda s: write(extend(s)), state)
         out = _hand_in(state)
         return out, {
             "decode_steps": state.steps[0],
@@ -251,7 +259,9 @@ class Engine:
 
     def has_work(self, state: State) -> jax.Array:
         """Whether a slot is under way or a prompt is left in the queue."""
-        busy = (state.phase_S == WRITING) | (state.phase_S == SEARCHING) | (state.phase_S == INVALID)
+        busy = (
+            (state.phase_S == WRITING) | (state.phase_S == SEARCHING) | (state.phase_S == INVALID)
+        )
         return jnp.any(busy) | (state.next_episode < state.count)
 
     def should_write(self, state: State) -> jax.Array:
@@ -287,9 +297,7 @@ class Engine:
         hidden_S1D, cache = policy.extend(
             layers, state.cache, rows.ids_NL[slot_S, last_S][:, None], last_S
         )
-        token_S, logp_S = sample(
-            policy.logits(hidden_S1D[:, 0]), draws, state.episode_S, length_S
-        )
+        token_S, logp_S = sample(policy.logits(hidden_S1D[:, 0]), draws, state.episode_S, length_S)
         writing_S = state.phase_S == WRITING
         # Out of bounds for slots that do not write, where a scatter drops the update.
         at_S = jnp.where(writing_S, length_S, self.spec.length)
@@ -331,7 +339,9 @@ class Engine:
         span_S = table.close_span_XV[q_S, token_S]
         end_S = length_S - jnp.sum(covered_SW <= span_S[:, None], axis=1)
 
-        begin_S = jnp.take_along_axis(opened_SA, jnp.maximum(closed_S - 1, 0)[:, None], axis=1)[:, 0]
+        begin_S = jnp.take_along_axis(opened_SA, jnp.maximum(closed_S - 1, 0)[:, None], axis=1)[
+            :, 0
+        ]
         complete_S = writing_S & (closed_S != stops.NONE) & (begin_S >= 0)
         ended_S = (
             (closed_S != stops.NONE)
@@ -426,13 +436,17 @@ class Engine:
             new_length_S = jnp.where(invalid_S, len(self.correction_ids), new_length_S)
         rows = jax.tree.map(
             lambda fresh, old: jnp.where(_like(taken_S, old), fresh, old),
-            _device(trajectories.empty(S, self.spec.length, self.spec.searches, rows.rows_NTR.shape[2])),
+            _device(
+                trajectories.empty(S, self.spec.length, self.spec.searches, rows.rows_NTR.shape[2])
+            ),
             rows,
         )
         begin_S = rows.length_N
         turn_S = jnp.where(taken_S, 0, state.turn_S + searching_S + invalid_S)
         at_SC = begin_S[:, None] + jnp.arange(self.spec.chunk)
-        at_SC = jnp.where(jnp.arange(self.spec.chunk) < new_length_S[:, None], at_SC, self.spec.length)
+        at_SC = jnp.where(
+            jnp.arange(self.spec.chunk) < new_length_S[:, None], at_SC, self.spec.length
+        )
         put = functools.partial(_put, jnp.arange(S)[:, None], at_SC)
         rows = dataclasses.replace(
             rows,
@@ -445,10 +459,10 @@ class Engine:
         # An action's last token is not in the cache yet, so the pass begins one token early.
         start_S = jnp.maximum(begin_S - 1, 0)
         chunk_SC = jnp.minimum(start_S[:, None] + jnp.arange(self.spec.chunk), self.spec.length - 1)
-        _, cache = policy.extend(
-            layers, state.cache, jnp.take_along_axis(rows.ids_NL, chunk_SC, axis=1), start_S
-        )
+        chunk_SC = jnp.take_along_axis(rows.ids_NL, chunk_SC, axis=1)
         resumed_S = taken_S | searching_S | invalid_S
+        fill_S = jnp.where(resumed_S, rows.length_N - start_S, 0)
+        cache = self._fill(policy, layers, state.cache, chunk_SC, start_S, fill_S)
         return dataclasses.replace(
             state,
             cache=cache,
@@ -464,6 +478,41 @@ class Engine:
             ),
             out=out,
         )
+
+    def _fill(
+        self,
+        policy: Policy,
+        layers: list[Block],
+        cache: Cache,
+        chunk_SC: jax.Array,
+        start_S: jax.Array,
+        fill_S: jax.Array,
+    ) -> Cache:
+        """Runs fill_S tokens of each slot's chunk through the policy, block by block.
+
+        Slots are taken in order of how many tokens they bring, and blocks without any are left out,
+        so that the cost follows the new tokens and not the number of slots.
+        """
+        S, N = self.spec.slots, self.spec.block_tokens
+        W = self.spec.block_slots if S % self.spec.block_slots == 0 else S
+        order_S = jnp.argsort(-fill_S, stable=True)
+
+        def block(i: jax.Array, cache: Cache) -> Cache:
+            slot_W = jax.lax.dynamic_slice(order_S, (i * W,), (W,))
+            ids_WC, start_W = chunk_SC[slot_W], start_S[slot_W]
+
+            def part(j: jax.Array, rows: Cache) -> Cache:
+                ids_WN = jax.lax.dynamic_slice(ids_WC, (0, j * N), (W, N))
+                return policy.extend(layers, rows, ids_WN, start_W + j * N)[1]
+
+            parts = -(-jnp.max(fill_S[slot_W]) // N)
+            rows = jax.tree.map(lambda x: x[slot_W], cache)
+            rows = jax.lax.fori_loop(0, parts, part, rows)
+            return jax.tree.map(
+                lambda x, row: x.at[slot_W].set(row, unique_indices=True), cache, rows
+            )
+
+        return jax.lax.fori_loop(0, -(-jnp.sum(fill_S > 0) // W), block, cache)
 
 
 def sample(

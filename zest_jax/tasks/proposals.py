@@ -50,9 +50,21 @@ def draw_chains(
     return [chains[i] for i in rng.permutation(len(chains))]
 
 
-def judge(chain: Chain, output: str, atlas: Atlas) -> Proposal:
-    """Parses an output and puts it through Dr. Free's gates."""
+def judge(
+    chain: Chain, output: str, atlas: Atlas, fits: Callable[[str], bool] = lambda question: True
+) -> Proposal:
+    """Parses an output and puts it through Dr. Free's gates.
+
+    Args:
+      chain: what the proposer was given.
+      output: its words.
+      atlas: the world.
+      fits: whether a question is short enough for the solver's prompt; one that is not cannot be asked
+        and counts as unreadable.
+    """
     parsed = parse_proposal(output)
+    if parsed.question is not None and not fits(parsed.question):
+        parsed = ParsedProposal(None, None, parsed.think, "question too long")
     # Texts without titles: with its title, the answer's own passage would ground anything.
     texts = [atlas.passage_of(entity).text for entity in chain.entities]
     names = atlas.graph.names(chain.entities[-1])
@@ -134,7 +146,6 @@ def tasks_of(
     atlas: Atlas,
     iteration: int,
     most: int,
-    fits: Callable[[str], bool] = lambda question: True,
 ) -> tuple[list[Task], int]:
     """The tasks of the proposals that passed, each question once, and how many came twice.
 
@@ -143,14 +154,13 @@ def tasks_of(
       atlas: the world.
       iteration: of the run, noted in the tasks.
       most: tasks wanted; later ones are left out.
-      fits: whether a question is short enough for the solver's prompt.
     """
     tasks: list[Task] = []
     seen: set[str] = set()
     duplicates = 0
     for proposal in proposals:
         question = proposal.parsed.question
-        if not proposal.gate.passed or question is None or not fits(question):
+        if not proposal.gate.passed or question is None:
             continue
         if question in seen:
             duplicates += 1

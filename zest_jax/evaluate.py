@@ -1,0 +1,64 @@
+"""Answers a file of questions with a solver and prints its scores.
+
+    python -m zest_jax.evaluate --workdir=runs/smoke                       # the run's newest solver
+    python -m zest_jax.evaluate --config=configs/smoke.py \\
+        --config.policy.folder=my-solver --tasks=questions.jsonl --out=answers.jsonl
+
+Without --tasks the world's held-out questions are asked. A line of a task file is
+{"id", "question", "golden_answers"}, and "hops" where known.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+
+from zest_jax import assembly, cli, evaluation, export
+from zest_jax import workdir as workdir_lib
+from zest_jax.errors import UserError
+from zest_jax.tasks.types import read_tasks
+from zest_jax.tracing import TraceCounter
+
+
+def main(config: Any, workdir: str | None, values: flags.FlagValues) -> None:
+    if (config is None) == (workdir is None):
+        raise UserError("say whose solver is asked: either --workdir=RUN or --config=FILE.")
+    if workdir is not None:
+        parts, params, step = export.load_role(workdir, "solver")
+        who = f"{workdir}, step {step}"
+    else:
+        parts = assembly.build(config, TraceCounter())
+        params, who = parts.params, parts.origin
+    tasks = list(read_tasks(values.tasks)) if values.tasks else list(parts.atlas.heldout_tasks)
+    if not tasks:
+        raise UserError(f"{parts.atlas.folder} has no held-out questions; give --tasks=FILE.")
+    limit = parts.solver_sampler.spec.prompt_length
+    for task in tasks:
+        prompt = parts.solver_sampler.protocol.prompt.format(question=task.question)
+        length = len(parts.encode([prompt])[0])
+        if length > limit:
+            raise UserError(
+                f"question {task.id} has {length} tokens with its prompt, more than "
+                f"solver.prompt_length={limit}; raise that field or leave the question out."
+            )
+    key = assembly.random_key(values.seed, "evaluate", 0)
+    answered = evaluation.answer_tasks(parts.solver_sampler, params, tasks, key, values.temperature)
+    if values.out:
+        workdir_lib.write_jsonl(Path(values.out), [a.to_json() for a in answered])
+    summary = evaluation.summarise(answered)
+    print(json.dumps({"solver": who, "temperature": values.temperature} | summary, indent=2))
+
+
+def define(values: flags.FlagValues) -> None:
+    flags.DEFINE_string("tasks", "", "a jsonl of questions; the held-out ones without it", values)
+    flags.DEFINE_string("out", "", "a jsonl that gets every answer with its episode", values)
+    flags.DEFINE_float("temperature", 0.0, "of sampling; 0 is greedy", flag_values=values)
+    flags.DEFINE_integer("seed", 0, "of sampling", flag_values=values)
+
+
+entry = cli.program(main, define=define, needs_config=False, needs_workdir=False)
+
+if __name__ == "__main__":
+    sys.exit(entry())
