@@ -9,6 +9,8 @@ os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"
 # Nothing in the suite may need a network.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+import pytest  # noqa: E402
+import tiny_run  # noqa: E402
 from jaxtyping import install_import_hook  # noqa: E402
 
 # Shapes and types are checked at every call of the pure functions (not in a user's run).
@@ -16,3 +18,18 @@ install_import_hook(
     ["zest_jax.rewards", "zest_jax.learning.losses", "zest_jax.learning.advantages"],
     "beartype.beartype",
 )
+
+
+@pytest.fixture(scope="session")
+def place(tmp_path_factory):
+    """World and compiled programs of the tiny runs (`tiny_run.Place`)."""
+    return tiny_run.Place(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def finished_run(place):
+    """The workdir of an uninterrupted tiny run. Read it; copy it to change it."""
+    workdir = place.folder / "finished"
+    done = place.run(place.arguments(workdir))
+    assert done.returncode == 0, done.stderr
+    return workdir

@@ -65,6 +65,19 @@ def test_resume_drops_later_steps(workdir):
         assert workdir.metrics_jsonl.read_text() == ""
 
 
+def test_resume_drops_what_came_after_the_checkpoint_at_its_step(workdir):
+    with MetricsWriter(workdir) as writer:
+        writer.write(1, "solver", {"solver/reward": 1})
+        count = writer.count
+        writer.write(1, "eval", {"eval/em": 1})
+    for _ in range(2):
+        with MetricsWriter(workdir, resume_step=1, resume_count=count) as writer:
+            writer.write(1, "eval", {"eval/em": 1})
+            assert writer.count == 2
+    lines = workdir.metrics_jsonl.read_text().splitlines()
+    assert [json.loads(line)["phase"] for line in lines] == ["solver", "eval"]
+
+
 def test_tensorboard_is_told_to_purge(workdir):
     with MetricsWriter(workdir) as writer:
         writer.write(0, "solver", {"solver/reward": 0})

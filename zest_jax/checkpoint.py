@@ -50,3 +50,9 @@ class Checkpoints:
 
     def close(self) -> None:
         self._manager.close()
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -36,6 +36,23 @@ MEMORY_HINT = (
     "sample fewer rollouts at once, use a smaller group or batch, or shorter lengths in the config"
 )
 
+# What is wrong, what helps, and how to tell it: the system's numbers, or its words where a library
+# hands on only those.
+_NO_ROOM = (
+    (
+        "the disk is full",
+        "free some space",
+        (errno.ENOSPC, errno.EDQUOT),
+        ("No space left", "Disk quota exceeded"),
+    ),
+    (
+        "a file has reached the size limit of this shell or file system",
+        "raise it (ulimit -f)",
+        (errno.EFBIG,),
+        ("File too large",),
+    ),
+)
+
 
 def program(
     main: Callable[..., object],
@@ -103,12 +120,14 @@ def explain(error: BaseException, memory_hint: str = MEMORY_HINT) -> tuple[int, 
     chain = list(_causes(error))
     # Before memory: TensorStore reports a full disk as RESOURCE_EXHAUSTED too.
     for cause in chain:
-        if _is_disk_full(cause):
-            where = getattr(cause, "filename", None)
-            return EXIT_DISK, (
-                f"the disk is full{f' (writing {where})' if where else ''}; what was saved before "
-                "is kept: free some space and run the same command to resume."
-            )
+        for problem, cure, errnos, words in _NO_ROOM:
+            says = any(word in str(cause) for word in words)
+            if says or (isinstance(cause, OSError) and cause.errno in errnos):
+                where = f" (writing {cause.filename})" if getattr(cause, "filename", "") else ""
+                return EXIT_DISK, (
+                    f"{problem}{where}; what was saved before is kept: {cure} and run the same "
+                    "command to resume."
+                )
     for cause in chain:
         if _is_out_of_memory(cause):
             kind = "this machine" if isinstance(cause, MemoryError) else "the device"
@@ -128,13 +147,6 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         todo += [e for e in (current.__cause__, current.__context__) if e is not None]
         if isinstance(current, BaseExceptionGroup):
             todo += current.exceptions
-
-
-def _is_disk_full(error: BaseException) -> bool:
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return True
-    text = str(error)
-    return "No space left" in text or "Disk quota exceeded" in text
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

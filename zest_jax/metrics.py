@@ -11,13 +11,16 @@ record is written; anywhere else (a mean over nothing, say) they are written as 
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tensorboardX import SummaryWriter
+from tensorboardX import summary
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from zest_jax import workdir as workdir_lib
 
@@ -35,18 +38,25 @@ class MetricsWriter:
       workdir: the run's folder.
       resume_step: the step of the checkpoint that was restored. What was written for later steps is
         dropped, here and in TensorBoard. None on a fresh start, which drops everything.
+      resume_count: `count` at that checkpoint: what was written at the same step but after it (an
+        evaluation, say) is dropped too, for it will be written again.
     """
 
-    def __init__(self, workdir: workdir_lib.Workdir, resume_step: int | None = None):
+    def __init__(
+        self,
+        workdir: workdir_lib.Workdir,
+        resume_step: int | None = None,
+        resume_count: int | None = None,
+    ):
         last = -1 if resume_step is None else resume_step
         self._path = workdir.metrics_jsonl
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        workdir_lib.truncate_after(self._path, last)
+        old = list(workdir_lib.read_jsonl(self._path))
+        kept = [record for record in old[:resume_count] if record["step"] <= last]
+        workdir_lib.write_jsonl(self._path, kept)
+        self.count = len(kept)  # of records in the file
         self._file = open(self._path, "a", encoding="utf-8")
-        # Without a purge step, a fresh start after a kill would show the killed run's points too.
-        self._board = SummaryWriter(
-            str(workdir.tensorboard), purge_step=last + 1, flush_secs=10, write_to_disk=True
-        )
+        self._board = _Board(workdir.tensorboard, last + 1)
 
     def write(self, step: int, phase: str, scalars: Mapping[str, Any]) -> dict[str, Any]:
         """Writes the metrics of a step; the line is with the system on return.
@@ -67,9 +77,8 @@ class MetricsWriter:
         record = {"step": int(step), "phase": phase, "time": round(time.time(), 3), **finite}
         self._file.write(workdir_lib.dump_line(record))
         self._file.flush()
-        for key, value in finite.items():
-            if value is not None:
-                self._board.add_scalar(key, value, step)
+        self.count += 1
+        self._board.write(step, {key: x for key, x in finite.items() if x is not None})
         bad = {key: x for key, x in numbers.items() if not math.isfinite(x) and _guarded(key)}
         if bad:
             self.sync()
@@ -92,6 +101,37 @@ class MetricsWriter:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class _Board:
+    """TensorBoard events, written by the calling thread.
+
+    tensorboardX's own writer is a thread behind a short queue: where the disk is full the thread dies,
+    and with it, silently, whoever waits for room in the queue.
+
+    Args:
+      folder: where the event files are.
+      purge: points of this step and later ones, from earlier starts, are no longer shown.
+    """
+
+    def __init__(self, folder: Path, purge: int):
+        folder.mkdir(parents=True, exist_ok=True)
+        # A name of its own: two starts may fall into one second.
+        self._file = EventsWriter(str(folder / "events"), f".{os.getpid()}")
+        start = SessionLog(status=SessionLog.START)
+        self._file.write_event(Event(wall_time=time.time(), step=purge, session_log=start))
+        self._file.flush()
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        for key, value in scalars.items():
+            event = Event(wall_time=time.time(), step=step, summary=summary.scalar(key, value))
+            self._file.write_event(event)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

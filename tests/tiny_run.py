@@ -1,0 +1,79 @@
+"""Whole runs of the real programs, in processes of their own, small enough for tests."""
+
+import dataclasses
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.resources import files
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIG = str(ROOT / "tests" / "tiny_config.py")
+HELDOUT, VALIDATION = 12, 6
+
+
+def write_world(folder: Path) -> Path:
+    """The atlas with few questions."""
+    atlas = Path(str(files("zest_jax") / "assets" / "atlas"))
+    shutil.copytree(atlas, folder)
+    for name, count in (("heldout", HELDOUT), ("validation", VALIDATION)):
+        path = folder / f"{name}.jsonl"
+        lines = path.read_text("utf-8").splitlines(keepends=True)
+        path.write_text("".join(lines[:: len(lines) // count][:count]), "utf-8")
+    return folder
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where runs find their world, and the programs that earlier ones have compiled."""
+
+    folder: Path
+
+    @property
+    def world(self) -> Path:
+        folder = self.folder / "world"
+        return folder if folder.exists() else write_world(folder)
+
+    def arguments(self, workdir: Path, *more: str, config: str = CONFIG) -> list[str]:
+        """Flags of `zest_jax.train`; later ones win."""
+        # ZEST_TEST_POLICY tries a policy that does not ship yet.
+        policy = os.environ.get("ZEST_TEST_POLICY", "smoke_policy")
+        return [
+            f"--config={config}",
+            f"--workdir={workdir}",
+            f"--config.world.folder={self.world}",
+            f"--config.policy.folder={policy}",
+            *more,
+        ]
+
+    def start(
+        self,
+        arguments: list[str],
+        program: str = "train",
+        before: Callable[[], None] | None = None,
+        prefix: tuple[str, ...] = (),
+    ) -> subprocess.Popen:
+        """Starts a program; `before` runs in its process, `prefix` stands before its command."""
+        environment = os.environ | {
+            "JAX_ENABLE_COMPILATION_CACHE": "1",
+            "JAX_COMPILATION_CACHE_DIR": str(self.folder / "compiled"),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        }
+        return subprocess.Popen(
+            [*prefix, sys.executable, "-m", f"zest_jax.{program}", *arguments],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=before,
+        )
+
+    def run(self, arguments: list[str], *args, **options) -> subprocess.CompletedProcess:
+        """Starts a program and waits for its end."""
+        process = self.start(arguments, *args, **options)
+        out, err = process.communicate(timeout=240)
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
