@@ -1,4 +1,4 @@
-"""From a config to the parts of a run: world, tokenizer, policy, retriever, samplers, specs, phases."""
+"""From a config to the parts of a run: world, policy, retriever, samplers, specs, phases."""
 
 import dataclasses
 import zlib
@@ -191,8 +191,11 @@ def rollout_specs(config: Any) -> dict[str, RolloutSpec]:
 
 
 def pack_specs(config: Any) -> dict[str, PackSpec]:
-    """Shapes of the packed batches: rows as long as the longest sequence of their kind, and room for
-    every sequence even if each needs a row of its own."""
+    """Shapes of the packed batches.
+
+    Rows are as long as the longest sequence of their kind, and there is room for every sequence even
+    if each needs a row of its own.
+    """
     rollouts, hops = rollout_specs(config), config.world.max_hops
     solver, proposer = rollouts["solver"], rollouts["proposer"]
     # A context: the question, every passage of a chain, and the answer.
@@ -268,6 +271,23 @@ def phases(config: Any) -> list[Phase]:
 
 
 def random_key(seed: int, word: str, step: int) -> jax.Array:
-    """The key of a purpose at a step; a function of its arguments alone, so resuming needs nothing."""
+    """The key of a purpose at a step, a function of its arguments alone: resuming needs nothing."""
     named = jax.random.fold_in(jax.random.key(seed), zlib.crc32(word.encode()))
     return jax.random.fold_in(named, step)
+
+
+def notes(config: Any) -> list[str]:
+    """What a reader of the report should know about how the run was set up."""
+    out = [
+        "No answer of a held-out question was used for training; their source entities stand in "
+        "no training chain.",
+        "The warm start imitates flawed scripts on purpose, many of which give up too early, so "
+        "that there is something to mend; cloning right scripts for longer would raise the "
+        "starting score too.",
+    ]
+    if config.reward.without:
+        left_out = ", ".join(config.reward.without)
+        out.append(f"Left out of the shortcuts that the gain is measured against: {left_out}.")
+    if config.control.shuffle_rewards:
+        out.append("Control: rewards went to random rollouts of their batch.")
+    return out

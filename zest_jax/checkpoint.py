@@ -4,11 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 
 
 class Checkpoints:
-    """The newest few checkpoints of a run, by step.
+    """The newest few checkpoints of a run, numbered in the order they were made.
 
     A checkpoint that a kill interrupted is not complete and is never restored; an older one is.
 
@@ -25,28 +27,31 @@ class Checkpoints:
 
     @property
     def latest(self) -> int | None:
-        """Step of the newest complete checkpoint, None without one."""
+        """Number of the newest complete checkpoint, None without one."""
         return self._manager.latest_step()
 
-    def save(self, step: int, state: Any, host: dict[str, Any]) -> None:
-        """Writes a checkpoint; on return it is complete."""
-        if step == self.latest:
-            return  # the same step leaves the same state
+    def save(self, number: int, state: Any, host: dict[str, Any]) -> None:
+        """Writes a checkpoint under a larger number than before; on return it is complete.
+
+        A number that is there already is left as it is.
+        """
+        if number == self.latest:
+            return
         args = ocp.args.Composite(state=ocp.args.StandardSave(state), host=ocp.args.JsonSave(host))
-        self._manager.save(step, args=args, force=True)
+        self._manager.save(number, args=args, force=True)
         self._manager.wait_until_finished()
 
     def restore(self, like: Any) -> tuple[int, Any, dict[str, Any]]:
-        """The newest checkpoint, its arrays placed as those of `like` are."""
-        step = self.latest
-        if step is None:
+        """Number, state and host state of the newest checkpoint, arrays placed as those of `like` are."""
+        number = self.latest
+        if number is None:
             raise ValueError("there is no checkpoint to restore")
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
         args = ocp.args.Composite(
             state=ocp.args.StandardRestore(abstract), host=ocp.args.JsonRestore()
         )
-        restored = self._manager.restore(step, args=args)
-        return step, restored["state"], restored["host"]
+        restored = self._manager.restore(number, args=args)
+        return number, jax.tree.map(_bound_like, restored["state"], like), restored["host"]
 
     def close(self) -> None:
         self._manager.close()
@@ -56,3 +61,12 @@ class Checkpoints:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _bound_like(restored: jax.Array, like: jax.Array) -> jax.Array:
+    """Frees a restored array from its device where `like` was bound to none.
+
+    A program for bound arguments is another one than for free ones: without this, a resumed run
+    would compile its steps anew, and again wherever a fresh state replaces a restored one.
+    """
+    return restored if like.committed else jnp.array(np.asarray(restored))

@@ -42,9 +42,9 @@ def load_role(workdir_path: str, role: str) -> tuple[assembly.Parts, Params, int
     checkpoints = Checkpoints(workdir.checkpoints, config.checkpoint.keep)
     if checkpoints.latest is None:
         raise UserError(f"{workdir_path} has no checkpoint yet; let the run come further.")
-    step, state, _ = checkpoints.restore(assembly.initial_state(config, parts.params))
+    _, state, host = checkpoints.restore(assembly.initial_state(config, parts.params))
     checkpoints.close()
-    return parts, state[role] if role == "anchor" else state[role].params, step
+    return parts, state[role] if role == "anchor" else state[role].params, host["step"]
 
 
 def export(workdir_path: str, role: str, out: str, dtype: str = "float32") -> int:

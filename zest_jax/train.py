@@ -2,9 +2,10 @@
 
     python -m zest_jax.train --config=configs/smoke.py --workdir=runs/smoke
 
-A run is a row of phases: an optional warm start, then per iteration a proposer phase, the generation
-of questions, and a solver phase. Everything drawn is a function of the seed and the step, and a
-checkpoint holds the rest, so that a killed run, started again, ends with the same numbers.
+A run is a row of phases: an optional warm start, then per iteration a proposer phase, the
+generation of questions, and a solver phase. Everything drawn is a function of the seed and the
+step, and a checkpoint holds the rest, so that a killed run, started again, ends with the same
+numbers.
 """
 
 import contextlib
@@ -55,9 +56,10 @@ def main(config: Any, workdir_path: str) -> None:
     traces = TraceCounter()
     say = progress.say
     devices = jax.devices()
-    say(
-        f"{len(devices)} x {devices[0].device_kind} ({devices[0].platform}), config {config_hash(c)}"
-    )
+    device = f"{devices[0].device_kind} ({devices[0].platform})"
+    say(f"{device}, config {config_hash(c)}")
+    if len(devices) > 1:
+        say(f"{len(devices)} devices are there; this version trains on the first alone")
 
     # ------------------------------------------------------------------------------------------
     # World, policy, retriever, samplers
@@ -117,7 +119,7 @@ def main(config: Any, workdir_path: str) -> None:
     # ------------------------------------------------------------------------------------------
     phases = assembly.phases(c)
     state = assembly.initial_state(c, parts.params)
-    host: dict[str, Any] = {"phase": 0, "phase_step": 0, "step": 0, "seconds": {}}
+    host: dict[str, Any] = {"saves": 0, "phase": 0, "phase_step": 0, "step": 0, "seconds": {}}
     checkpoints = Checkpoints(workdir.checkpoints, c.checkpoint.keep)
     if checkpoints.latest is not None:
         _, state, host = checkpoints.restore(state)
@@ -135,9 +137,11 @@ def main(config: Any, workdir_path: str) -> None:
 
     def save() -> None:
         with watch("checkpoint"):
+            # Numbered by save, not by step: the end of a phase changes the state without a step.
+            host["saves"] += 1
             host["seconds"] = watch.seconds
             metrics.sync()
-            checkpoints.save(host["step"], state, host)
+            checkpoints.save(host["saves"], state, host)
 
     def advance(bar: Any, record: dict[str, float], phase: str, **shown: float) -> None:
         """Counts an update as done: metrics, progress, and now and then a checkpoint."""
@@ -412,6 +416,7 @@ def main(config: Any, workdir_path: str) -> None:
             gain = float(np.mean(em_after - em_before))
             summary = {
                 "title": f"{c.method} on {atlas.folder.name}",
+                "notes": assembly.notes(c),
                 "heldout": {
                     "before": before,
                     "after": after,
@@ -419,7 +424,7 @@ def main(config: Any, workdir_path: str) -> None:
                     "gain_ci95": [low, high],
                 },
                 "wall_seconds": watch.seconds | {"this_start": time.perf_counter() - begun},
-                "device": f"{len(devices)} x {devices[0].device_kind}",
+                "device": device,
                 "retraces": traces.retraces,
                 "traces": traces.traces,
                 "config_hash": config_hash(c),
