@@ -3,17 +3,13 @@
 import dataclasses
 import functools
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
 from reference_rollout import reference_episode
 
-from zest_jax.models import PolicyConfig, init_params
-from zest_jax.retrieval import Retriever
-from zest_jax.rollout.engine import Draws, Engine, RolloutSpec
-from zest_jax.rollout.protocols import PLAIN_SEARCH, Protocol
+from zest_jax.rollout.engine import RolloutSpec
+from zest_jax.rollout.protocols import PLAIN_SEARCH
 from zest_jax.rollout.stops import token_bytes
 
 CORRECTING = dataclasses.replace(PLAIN_SEARCH, name="correcting", correction=" no!")
@@ -21,51 +17,7 @@ CORRECTING = dataclasses.replace(PLAIN_SEARCH, name="correcting", correction=" n
 
 @pytest.fixture(scope="module")
 def world():
-    """A random policy that likes tags, and a handful of passages."""
-    tokenizer = tiny.tokenizer()
-    config = PolicyConfig(
-        vocab_size=len(tokenizer),
-        width=32,
-        layers=2,
-        heads=4,
-        kv_heads=2,
-        head_dim=8,
-        mlp_width=48,
-        tied=False,
-    )
-    params = init_params(config, jax.random.key(3))
-    # A random policy almost never writes a tag: give every state a constant part (feature 0) and the
-    # head a preference of the tags for it.
-    tags = tokenizer.convert_tokens_to_ids(["<search>", "</search>", "<answer>", "</answer>"])
-    embed, head = np.array(params["embed_VD"]) * 10, np.array(params["head_DV"]) * 10
-    embed[:, 0] = 1.0
-    head[0, tags] = [1.3, 1.0, 1.1, 1.0]
-    params |= {"embed_VD": jnp.asarray(embed), "head_DV": jnp.asarray(head)}
-    titles = ["ab", "cd", "ef", "gh", "ij"]
-    texts = ["x y z", "one two", "a longer text about cd and ef", "q", "see ab"]
-    return tokenizer, config, params, titles, texts
-
-
-def _run(world, protocol: Protocol, spec: RolloutSpec, prompts, temperature, top_k=2):
-    tokenizer, config, params, titles, texts = world
-    engine = Engine.build(config, spec, protocol, tokenizer)
-    retriever = Retriever.build(
-        tokenizer,
-        titles,
-        texts,
-        observation=protocol.observation,
-        passage=protocol.passage,
-        retrieved=top_k,
-        observation_length=spec.observation_length,
-    )
-    padded = np.zeros((len(prompts), spec.prompt_length), np.int32)
-    for row, ids in zip(padded, prompts, strict=True):
-        row[: len(ids)] = ids
-    length = np.array([len(p) for p in prompts], np.int32)
-    draws = Draws(jax.random.key(7), jnp.float32(temperature))
-    table = engine.stop_table(tokenizer)
-    got, counters = jax.jit(engine.rollout)(params, table, retriever, padded, length, draws)
-    return engine, retriever, draws, got.to_host(), counters
+    return tiny.search_world()
 
 
 @pytest.mark.parametrize("protocol", [PLAIN_SEARCH, CORRECTING], ids=lambda p: p.name)
@@ -82,7 +34,9 @@ def test_the_compiled_rollout_writes_the_same_ids_as_a_python_loop(world, protoc
         wait_fraction=wait,
     )
     prompts = [[5 + i, 9, 11 + 2 * i][: 1 + i % 3] for i in range(12)]
-    engine, retriever, draws, got, _ = _run(world, protocol, spec, prompts, temperature=1.0)
+    engine, retriever, draws, got, _ = tiny.roll_out(
+        world, protocol, spec, prompts, temperature=1.0
+    )
     as_bytes = token_bytes(tokenizer)
 
     def retrieve(query):
@@ -91,12 +45,20 @@ def test_the_compiled_rollout_writes_the_same_ids_as_a_python_loop(world, protoc
         rows, _ = retriever.search(padded, np.array([len(query)]))
         heads, tail = "<information>", "</information>"
         shown = heads + "".join(
-            protocol.passage.format(title=world[3][r], text=world[4][r]) for r in np.asarray(rows)[0]
+            protocol.passage.format(title=world[3][r], text=world[4][r])
+            for r in np.asarray(rows)[0]
         )
         return tokenizer(shown + tail, add_special_tokens=False)["input_ids"]
 
     reference = functools.partial(
-        reference_episode, engine, params, tokenizer, as_bytes, retrieve, key=draws.key, temperature=1.0
+        reference_episode,
+        engine,
+        params,
+        tokenizer,
+        as_bytes,
+        retrieve,
+        key=draws.key,
+        temperature=1.0,
     )
     finishes = []
     for n, prompt in enumerate(prompts):
@@ -118,17 +80,24 @@ def test_the_compiled_rollout_writes_the_same_ids_as_a_python_loop(world, protoc
 
 def test_greedy_takes_the_most_probable_token_and_ignores_the_key(world):
     spec = RolloutSpec(slots=2, prompt_length=4, action_length=6, observation_length=80, searches=1)
-    _, _, _, got, _ = _run(world, PLAIN_SEARCH, spec, [[5, 6], [7]], temperature=0.0)
-    _, _, _, again, _ = _run(world, PLAIN_SEARCH, spec, [[5, 6], [7]], temperature=0.0)
+    prompts, config, params = [[5, 6], [7]], world[1], world[2]
+    _, _, _, got, _ = tiny.roll_out(world, PLAIN_SEARCH, spec, prompts, temperature=0.0)
+    for n in range(2):
+        ids = got.ids_NL[n, : got.length_N[n]]
+        rows = tiny.log_probs(config, params, ids, spec.length)
+        for at in np.flatnonzero(got.mask_NL[n]):
+            assert ids[at] == np.argmax(rows[at - 1])
+            assert got.logp_NL[n, at] == pytest.approx(rows[at - 1].max(), abs=2e-4)
+    _, _, _, again, _ = tiny.roll_out(world, PLAIN_SEARCH, spec, prompts, 0.0, seed=8)
     assert np.array_equal(got.ids_NL, again.ids_NL)
 
 
 def test_slots_and_refilling_change_nothing_but_the_utilisation(world):
     prompts = [[5 + i] for i in range(7)]
     base = RolloutSpec(slots=7, prompt_length=4, action_length=8, observation_length=80, searches=2)
-    _, _, _, one, _ = _run(world, PLAIN_SEARCH, base, prompts, 1.0)
+    _, _, _, one, _ = tiny.roll_out(world, PLAIN_SEARCH, base, prompts, 1.0)
     few = dataclasses.replace(base, slots=2, wait_fraction=0.5)
-    _, _, _, two, counters = _run(world, PLAIN_SEARCH, few, prompts, 1.0)
+    _, _, _, two, counters = tiny.roll_out(world, PLAIN_SEARCH, few, prompts, 1.0)
     assert np.array_equal(one.ids_NL, two.ids_NL)
     assert np.array_equal(one.mask_NL, two.mask_NL)
     assert 0 < float(counters["slot_utilisation"]) <= 1

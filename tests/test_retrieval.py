@@ -1,0 +1,205 @@
+"""Retrieval: exact search against numpy, the bag encoder's numbers, and observations by hand."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zest_jax.retrieval import BagEncoder, PassageStore, Retriever, exact_search, splice
+from zest_jax.retrieval.encoders import pad_ragged
+from zest_jax.retrieval.store import as_numpy, frame_texts
+from zest_jax.rollout.protocols import PLAIN_SEARCH, SEARCH_R1
+from zest_jax.tasks.atlas import load_atlas
+
+# ------------------------------------------------------------------------------- exact search
+
+
+def by_numpy(index, queries, retrieved):
+    """Best first; of equal scores the lower row first."""
+    scores = queries @ index.T
+    rows = np.argsort(-scores, axis=1, kind="stable")[:, :retrieved]
+    return rows, np.take_along_axis(scores, rows, axis=1)
+
+
+@pytest.mark.parametrize(
+    ("passages", "chunk", "retrieved"),
+    [(12, 12, 3), (12, 100, 12), (12, 4, 3), (13, 4, 3), (13, 2, 5), (9, 8, 9), (5, 1, 2)],
+)
+def test_exact_search_is_numpys_ranking_for_every_chunk(passages, chunk, retrieved):
+    rng = np.random.default_rng(passages + chunk)
+    # Small whole numbers: scores are exact, all negative for some queries, and full of ties.
+    index = rng.integers(-2, 3, (passages, 4)).astype(np.float32)
+    queries = np.concatenate([rng.integers(-2, 3, (6, 4)), np.zeros((1, 4))]).astype(np.float32)
+    index[:, 3] = 2.0
+    queries[:3, 3] = -9.0
+    rows, scores = exact_search(jnp.asarray(index), jnp.asarray(queries), retrieved, chunk)
+    want_rows, want_scores = by_numpy(index, queries, retrieved)
+    assert len(np.unique(want_scores)) < want_scores.size, "there should be ties"
+    assert rows.dtype == jnp.int32
+    np.testing.assert_array_equal(rows, want_rows)
+    np.testing.assert_array_equal(scores, want_scores)
+
+
+def test_scores_of_a_half_precision_index_are_float32():
+    index = jnp.asarray([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]], jnp.bfloat16)
+    rows, scores = exact_search(index, jnp.asarray([[1.0, 2**-9]]), 3, chunk=2)
+    assert scores.dtype == jnp.float32
+    assert rows.tolist() == [[2, 0, 1]]
+    assert scores.tolist() == [[1 + 2**-9, 1.0, 2**-9]]  # bfloat16 would make two of them equal
+
+
+def test_more_than_there_is_cannot_be_asked_for():
+    with pytest.raises(ValueError, match="4 passages asked for, the index has 3"):
+        exact_search(jnp.zeros((3, 2)), jnp.zeros((1, 2)), 4)
+
+
+# ------------------------------------------------------------------------------- bag encoder
+
+
+def test_idf_and_unit_vectors_by_hand():
+    encoder = BagEncoder.fit([[1, 2, 2], [1, 3]], vocab_size=5)
+    # df 0, 2, 1, 1, 0 of 2 texts; a token in every text says nothing.
+    idf = np.log(3 / np.array([1.0, 3.0, 2.0, 2.0, 1.0]))
+    np.testing.assert_allclose(encoder.table_VE, np.diag(idf), rtol=1e-6)
+    ids = np.array([[1, 2, 9, 9], [2, 4, 0, 3], [2, 2, 4, 0], [3, 3, 3, 3]]) % 5
+    got = np.asarray(encoder.encode(ids, np.array([2, 2, 3, 0])))
+    a, b = np.log(1.5), np.log(3)
+    want = np.zeros((4, 5))
+    want[0, 2] = 1
+    want[1, [2, 4]] = np.array([a, b]) / np.hypot(a, b)
+    want[2, [2, 4]] = np.array([2 * a, b]) / np.hypot(2 * a, b)
+    np.testing.assert_allclose(got, want, atol=1e-6)
+
+
+def test_the_score_is_the_titles_cosine_and_a_share_of_the_texts():
+    encoder = BagEncoder.fit([[1, 2], [3, 4], [5]], vocab_size=6, text_weight=0.25)
+    index = encoder.encode_passages([[1], [3], [5]], [[2, 3], [4], [1]])
+    query = encoder.encode_queries(np.array([[1, 0]]), np.array([1]))
+    # Token 1 is the title of the first passage and the text of the third.
+    np.testing.assert_allclose(query @ index.T, [[1.0, 0.0, 0.25]], atol=1e-6)
+
+
+def test_passages_are_encoded_the_same_in_batches_of_any_size():
+    rng = np.random.default_rng(0)
+    texts = [rng.integers(0, 30, rng.integers(1, 9)).tolist() for _ in range(7)]
+    encoder = BagEncoder.fit(texts, vocab_size=30)
+    whole = encoder.encode_passages(texts[::-1], texts)
+    np.testing.assert_allclose(
+        encoder.encode_passages(texts[::-1], texts, batch=3), whole, atol=1e-6
+    )
+
+
+def test_a_random_projection_keeps_cosines():
+    texts = [[1, 2], [3, 4], [5, 6], [7, 8], [1, 8]]
+    exact = BagEncoder.fit(texts, vocab_size=9)
+    rough = BagEncoder.fit(texts, vocab_size=9, dimension=20_000, seed=1)
+    assert rough.table_VE.shape == (9, 20_000)
+    ids, length = pad_ragged(texts)
+    assert ids.tolist()[4] == [1, 8] and length.tolist() == [2] * 5
+    u, v = exact.encode(ids, length), rough.encode(ids, length)
+    np.testing.assert_allclose(v @ v.T, u @ u.T, atol=0.03)
+    again = BagEncoder.fit(texts, vocab_size=9, dimension=20_000, seed=1)
+    assert np.array_equal(again.table_VE, rough.table_VE)
+
+
+def test_names_find_their_own_passages_in_the_shipped_world():
+    atlas = load_atlas()
+    words = transformers.AutoTokenizer.from_pretrained(str(atlas.tokenizer_folder))
+    retriever = Retriever.build(
+        words,
+        [p.title for p in atlas.passages],
+        [p.text for p in atlas.passages],
+        observation=PLAIN_SEARCH.observation,
+        passage=PLAIN_SEARCH.passage,
+        retrieved=3,
+        observation_length=200,
+    )
+    asked = words([f" {p.title}" for p in atlas.passages], add_special_tokens=False)["input_ids"]
+    rows, scores = jax.jit(retriever.search)(*pad_ragged(asked))
+    assert rows.shape == scores.shape == (len(atlas.passages), 3)
+    assert np.mean(np.asarray(rows)[:, 0] == np.arange(len(rows))) >= 0.98
+    assert (np.diff(np.asarray(scores), axis=1) <= 0).all()
+
+
+# ------------------------------------------------------------------------------- observations
+
+
+def test_splice_by_hand():
+    pieces = np.array([[[7, 8, 5], [9, 5, 5]], [[5, 5, 5], [1, 2, 3]]])
+    ids, length = splice(pieces, np.array([[2, 1], [0, 3]]), size=5)
+    assert ids.tolist() == [[7, 8, 9, 0, 0], [1, 2, 3, 0, 0]]
+    assert length.tolist() == [3, 3]
+    ids, length = splice(pieces, np.array([[3, 3], [0, 0]]), size=4)  # what does not fit is cut
+    assert ids.tolist() == [[7, 8, 5, 9], [0, 0, 0, 0]]
+    assert length.tolist() == [4, 0]
+
+
+jitted_splice = jax.jit(splice, static_argnums=2)
+
+
+@given(
+    st.lists(st.lists(st.integers(1, 99), max_size=4), min_size=3, max_size=3),
+    st.sampled_from([1, 7, 14]),
+)
+@settings(max_examples=60, deadline=None)
+def test_splice_is_concatenation(pieces, size):
+    ids, length = pad_ragged(pieces, width=4)
+    got, got_length = jitted_splice(ids[None], length[None], size)
+    want = sum(pieces, [])[:size]
+    assert got_length.tolist() == [len(want)]
+    assert got[0].tolist() == want + [0] * (size - len(want))
+
+
+def test_passages_are_cut_so_that_their_frame_fits():
+    passages = [[1, 2, 3], [4], list(range(20, 40))]
+    store = PassageStore.build(passages, heads=[[10, 11], [12]], tail=[13], size=20)
+    # 20 tokens less 3 before passages and 1 after leave 8 to each of two.
+    ids, length = as_numpy(store)
+    assert length.tolist() == [3, 1, 8] and ids[2].tolist() == list(range(20, 28))
+    got, lengths = store.observe(jnp.array([[1, 0], [2, 2]]))
+    cut = list(range(20, 28))
+    assert got[0].tolist() == [10, 11, 4, 12, 1, 2, 3, 13] + [0] * 12
+    assert got[1].tolist() == [10, 11, *cut, 12, *cut, 13]
+    assert lengths.tolist() == [8, 20]
+    with pytest.raises(
+        ValueError, match="leaves 7 to each of 2 passages; raise observation_length"
+    ):
+        PassageStore.build(passages, heads=[[10, 11], [12]], tail=[13], size=19)
+
+
+def test_frames_of_the_protocols():
+    assert frame_texts(PLAIN_SEARCH.observation, PLAIN_SEARCH.passage, 2) == (
+        ["<information>", ""],
+        "</information>",
+        " {title}: {text}",
+    )
+    assert frame_texts(SEARCH_R1.observation, SEARCH_R1.passage, 3) == (
+        ["\n\n<information>Doc 1(Title: ", "Doc 2(Title: ", "Doc 3(Title: "],
+        "</information>\n\n",
+        "{title}) {text}\n",
+    )
+    with pytest.raises(ValueError, match="before {title}"):
+        frame_texts("{passages}", "{title} {rank}", 1)
+
+
+@pytest.mark.parametrize("protocol", [PLAIN_SEARCH, SEARCH_R1], ids=lambda p: p.name)
+def test_what_the_rollout_shows_is_what_the_protocol_says(protocol):
+    words = tiny.tokenizer()
+    titles, texts = ["ab", "c {d}", "ef"], ["one two", "x", "the {text}"]
+    retriever = Retriever.build(
+        words,
+        titles,
+        texts,
+        observation=protocol.observation,
+        passage=protocol.passage,
+        retrieved=2,
+        observation_length=120,
+    )
+    ids, length = retriever.observe(jnp.array([[1, 2], [2, 0]]))
+    for row, n, pair in zip(ids, length, ((1, 2), (2, 0)), strict=True):
+        want = protocol.show([(titles[i], texts[i]) for i in pair])
+        assert words.decode(row[:n]) == want
