@@ -12,7 +12,7 @@ def get_config(arg: str = ""):
 
     Variants (after a colon, as in configs/smoke.py:gpu):
       (none)      a shipped policy of 0.8M parameters, two iterations
-      gpu         a policy of 5.6M parameters from random weights: warm start, then three iterations
+      gpu         a policy of 4.5M parameters from random weights: warm start, then three iterations
       warm_start  the warm start alone: what made the shipped policy (with zest_jax.warm_start)
       control     rewards go to random rollouts of the batch; must not learn (joins with the others)
     """

@@ -18,12 +18,15 @@ from zest_jax.models import PolicyConfig, init_params
 from zest_jax.models.hf import load_pretrained
 from zest_jax.models.policy import Params
 from zest_jax.retrieval import Retriever
+from zest_jax.rewards.information_gain import SHORTCUTS
 from zest_jax.rollout.engine import RolloutSpec
 from zest_jax.rollout.protocols import PROTOCOLS, Protocol
 from zest_jax.rollout.sampler import Sampler
 from zest_jax.tasks.atlas import Atlas, load_atlas
 from zest_jax.tasks.cloning import Mix
 from zest_jax.tracing import TraceCounter
+
+METHODS = ("dr_free",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +61,7 @@ def build(config: Any, traces: TraceCounter) -> Parts:
     Raises:
       UserError: a folder, a file of the world, a protocol or a length does not fit.
     """
+    check(config)
     atlas = load_atlas(config.world.folder or None)
     if config.policy.folder:
         folder = policy_folder(config.policy.folder)
@@ -126,6 +130,50 @@ def build(config: Any, traces: TraceCounter) -> Parts:
             traces,
         ),
     )
+
+
+def check(config: Any) -> None:
+    """Refuses values that no part could work with, before anything is built.
+
+    Raises:
+      UserError: the first field that is off, and what it may be.
+    """
+    choices = {
+        "method": (config.method, METHODS),
+        "policy.dtype": (config.policy.dtype, ("float32", "bfloat16")),
+        "reward.squash": (config.reward.squash, ("a", "b")),
+        "training.remat": (config.training.remat, ("none", "dots", "full")),
+    }
+    for field, (value, known) in choices.items():
+        if value not in known:
+            raise UserError(f"config field {field} is one of {', '.join(known)}, not {value!r}.")
+    left_out = set(config.reward.without)
+    if left_out - set(SHORTCUTS) or left_out == set(SHORTCUTS):
+        raise UserError(
+            f"config field reward.without names some of {', '.join(SHORTCUTS)}, and not all."
+        )
+    least = {
+        "solver.group_size": 2,  # a group of one has nothing to be compared with
+        "solver.tasks_per_step": 1,
+        "solver.slots": 1,
+        "solver.searches": 1,
+        "proposer.slots": 1,
+        "proposer.chains_per_step": 2,
+        "retrieval.top_k": 1,
+        "world.max_hops": 1,
+        "schedule.tasks": config.solver.tasks_per_step,
+        "schedule.max_chains": config.world.max_hops,
+        "checkpoint.every": 1,
+        "checkpoint.keep": 1,
+        "training.rows": 1,
+        "log.rollouts_every": 1,
+    }
+    for field, low in least.items():
+        group, name = field.split(".")
+        if config[group][name] < low:
+            raise UserError(
+                f"config field {field} must be at least {low}, got {config[group][name]}."
+            )
 
 
 def policy_folder(name: str) -> str:
@@ -281,9 +329,9 @@ def notes(config: Any) -> list[str]:
     out = [
         "No answer of a held-out question was used for training; their source entities stand in "
         "no training chain.",
-        "The warm start imitates flawed scripts on purpose, many of which give up too early, so "
-        "that there is something to mend; cloning right scripts for longer would raise the "
-        "starting score too.",
+        "The warm start imitates flawed scripts on purpose (many give up too early), so that there "
+        "is something to mend: the gain shows that the loop mends it, not that reinforcement "
+        "learning beats more or better cloning.",
     ]
     if config.reward.without:
         left_out = ", ".join(config.reward.without)

@@ -6,6 +6,9 @@ A run is a row of phases: an optional warm start, then per iteration a proposer 
 generation of questions, and a solver phase. Everything drawn is a function of the seed and the
 step, and a checkpoint holds the rest, so that a killed run, started again, ends with the same
 numbers.
+
+What is left out so far: more than one device, a KL penalty toward a reference, and more than one
+optimiser step on a batch (sampler and trainer are the same policy, so the ratio is 1).
 """
 
 import contextlib
@@ -194,16 +197,19 @@ def main(config: Any, workdir_path: str) -> None:
     # ------------------------------------------------------------------------------------------
     def warm_start(phase: assembly.Phase, bar: Any) -> None:
         w = c.warm_start
-        episodes = cloning.read_trajectories(w.file) if w.file else None
+        read: list[Item] = []
+        if w.file:
+            read = cloning.episode_items(cloning.read_trajectories(w.file), parts.encode)
+            cloning.check_lengths(read, packs["warm_start"].length, w.file)
         while host["phase_step"] < phase.steps:
             step = host["phase_step"]
-            if episodes is None:
-                mix = assembly.mix(c, clean=step < w.clean_steps)
-                batch = cloning.scripted_episodes(atlas, mix, w.sequences, rng("warm start"))
+            if read:
+                chosen = rng("warm start").integers(len(read), size=w.sequences)
+                items = [read[i] for i in chosen]
             else:
-                chosen = rng("warm start").integers(len(episodes), size=w.sequences)
-                batch = [episodes[i] for i in chosen]
-            items = cloning.episode_items(batch, parts.encode)
+                mix = assembly.mix(c, clean=step < w.clean_steps)
+                scripted = cloning.scripted_episodes(atlas, mix, w.sequences, rng("warm start"))
+                items = cloning.episode_items(scripted, parts.encode)
             state["solver"], values = cloning_step(
                 state["solver"], pack(items, packs["warm_start"])
             )

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zest_jax.errors import UserError
 from zest_jax.retrieval.encoders import pad_ragged
 
 
@@ -67,11 +68,11 @@ class PassageStore:
           size: tokens an observation may have.
 
         Raises:
-          ValueError: `size` leaves fewer than 8 tokens to a passage.
+          UserError: `size` leaves fewer than 8 tokens to a passage.
         """
         room = (size - sum(map(len, heads)) - len(tail)) // len(heads)
         if room < 8:
-            raise ValueError(
+            raise UserError(
                 f"an observation of {size} tokens leaves {room} to each of {len(heads)} passages; "
                 "raise observation_length or lower top_k"
             )

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zest_jax.errors import UserError
 from zest_jax.models import PolicyConfig
 from zest_jax.models.policy import Params
 from zest_jax.rollout.engine import Draws, Engine, RolloutSpec, Searcher
@@ -57,7 +58,7 @@ class Sampler:
         """One episode per prompt, in order, on the host.
 
         Raises:
-          ValueError: a prompt is longer than the spec allows.
+          UserError: a prompt is longer than the spec allows.
         """
         parts = []
         for at in range(0, len(prompts), self.capacity):
@@ -66,9 +67,9 @@ class Sampler:
             length_N = np.zeros(self.capacity, np.int32)
             for n, ids in enumerate(chunk):
                 if len(ids) > self.spec.prompt_length:
-                    raise ValueError(
-                        f"a prompt of {len(ids)} tokens exceeds prompt_length="
-                        f"{self.spec.prompt_length}"
+                    raise UserError(
+                        f"a prompt of the {self.protocol.name} protocol has {len(ids)} tokens, more "
+                        f"than prompt_length={self.spec.prompt_length}; raise it in the config."
                     )
                 prompt_NP[n, : len(ids)] = ids
                 length_N[n] = len(ids)

@@ -111,3 +111,17 @@ def episode_items(episodes: Sequence[Sequence[Segment]], encode: Encode) -> list
         items.append(Item(ids, targets, np.zeros(len(targets), np.float32)))
     return items
 
+
+def check_lengths(items: Sequence[Item], most: int, path: str | Path) -> None:
+    """Refuses trajectories that no row can hold.
+
+    Raises:
+      UserError: which one, its tokens and the limit.
+    """
+    for number, item in enumerate(items, start=1):
+        if len(item.ids) > most or len(item.targets) > most // 2:
+            raise UserError(
+                f"{path}, trajectory {number}: {len(item.ids)} tokens, {len(item.targets)} of them "
+                f"trained; at most {most} and {most // 2} fit the config's lengths. Shorten it or "
+                "raise solver.prompt_length, action_length or observation_length."
+            )
