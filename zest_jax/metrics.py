@@ -164,6 +164,10 @@ class Stopwatch:
         self._running: list[str] = []
         self._since = 0.0
 
+    def add(self, phase: str, seconds: float) -> None:
+        """Counts time that was spent before the watch was there."""
+        self._done[phase] = self._done.get(phase, 0.0) + seconds
+
     @property
     def seconds(self) -> dict[str, float]:
         """Seconds by phase up to now, running phases included."""

@@ -182,9 +182,11 @@ def draw(metrics: Iterable[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], li
         for key, value in record.items():
             if "/" in key and isinstance(value, (int, float)) and math.isfinite(value):
                 points.setdefault(key, []).append((record["step"], value))
-    steps = [step for line in points.values() for step, _ in line]
-    # One axis for all, so that what happened at the same time stands at the same place.
-    span = (min(steps), max(steps)) if steps else (0.0, 0.0)
+    # One axis for all, so that what happened at the same time stands at the same place; but a warm
+    # start, which may be ten times as long, keeps to an axis of its own.
+    cloned = {key for key in points if key.startswith("warm_start/")}
+    spans = {is_cloning: _span(points, cloned, is_cloning) for is_cloning in (False, True)}
+
     drawn: list[dict[str, Any]] = []
     used: set[str] = set()
     for chart in CHARTS:
@@ -196,9 +198,21 @@ def draw(metrics: Iterable[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], li
         ]
         if keys:
             used.update(keys)
-            drawn.append(_chart(chart.title, chart.note, keys, points, span))
-    rest = [_chart(key, "", [key], points, span) for key in sorted(points.keys() - used)]
+            drawn.append(_chart(chart.title, chart.note, keys, points, spans[keys[0] in cloned]))
+    rest = [
+        _chart(key, "", [key], points, spans[key in cloned]) for key in sorted(points.keys() - used)
+    ]
     return drawn, rest
+
+
+def _span(
+    points: Mapping[str, Sequence[charts.Point]], cloned: set[str], is_cloning: bool
+) -> tuple[float, float]:
+    """First and last step at which a metric of the warm start (or any other) was measured."""
+    steps = [
+        step for key, line in points.items() if (key in cloned) == is_cloning for step, _ in line
+    ]
+    return (min(steps), max(steps)) if steps else (0.0, 0.0)
 
 
 def turns(text: str) -> list[tuple[str, str]]:

@@ -128,6 +128,7 @@ def main(config: Any, workdir_path: str) -> None:
         _, state, host = checkpoints.restore(state)
         say(f"resumed at step {host['step']}")
     watch = Stopwatch(host["seconds"])
+    watch.add("start", time.perf_counter() - begun)
     metrics = MetricsWriter(workdir, host["step"] if checkpoints.latest is not None else None)
     for log in ("proposals.jsonl", "episodes.jsonl"):
         workdir_lib.truncate_after(workdir.rollouts / log, host["step"])
@@ -429,7 +430,8 @@ def main(config: Any, workdir_path: str) -> None:
                     "gain": gain,
                     "gain_ci95": [low, high],
                 },
-                "wall_seconds": watch.seconds | {"this_start": time.perf_counter() - begun},
+                "wall_seconds": watch.seconds,
+                "seconds_of_this_start": time.perf_counter() - begun,
                 "device": device,
                 "retraces": traces.retraces,
                 "traces": traces.traces,
