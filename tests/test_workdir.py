@@ -20,8 +20,10 @@ CONFIG = {"seed": 0, "solver": {"rate": 0.1, "group": 8}, "log": {"every": 1}}
 
 def test_claim_first_again_and_refused(tmp_path):
     with Workdir(tmp_path / "a" / "run") as workdir:
-        assert workdir.claim(CONFIG) is False
+        assert workdir.claim({"seed": "mistaken"}) is False
+        assert workdir.claim(CONFIG) is False  # nothing came of the first
         assert json.loads(workdir.config_json.read_text()) == CONFIG
+        workdir.metrics_jsonl.touch()
         assert workdir.claim(CONFIG) is True
         other = {"seed": 1, "solver": {"rate": 0.1}, "log": {"every": 1}}
         with pytest.raises(UserError) as caught:
@@ -34,6 +36,7 @@ def test_claim_first_again_and_refused(tmp_path):
 def test_claim_lists_five_differences(tmp_path):
     with Workdir(tmp_path) as workdir:
         workdir.claim({f"f{i}": 0 for i in range(7)})
+        workdir.metrics_jsonl.touch()
         with pytest.raises(UserError) as caught:
             workdir.claim({f"f{i}": 1 for i in range(7)})
         assert "f4: 0" in str(caught.value) and "f5" not in str(caught.value)
@@ -44,6 +47,7 @@ def test_claim_lets_listed_fields_change(tmp_path):
     changed = {**CONFIG, "log": {"every": 5}}
     with Workdir(tmp_path) as workdir:
         workdir.claim(CONFIG)
+        workdir.metrics_jsonl.touch()
         for allowed in (["log"], ["log.every"]):
             assert workdir.claim(changed, may_differ=allowed) is True
         assert json.loads(workdir.config_json.read_text()) == changed
@@ -53,6 +57,7 @@ def test_claim_lets_listed_fields_change(tmp_path):
 
 def test_claim_of_a_spoilt_config(tmp_path):
     (tmp_path / "config.json").write_text("{")
+    (tmp_path / "metrics.jsonl").touch()
     with Workdir(tmp_path) as workdir, pytest.raises(UserError, match="is not JSON"):
         workdir.claim(CONFIG)
 

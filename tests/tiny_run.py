@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
 
@@ -52,10 +51,9 @@ class Place:
         self,
         arguments: list[str],
         program: str = "train",
-        before: Callable[[], None] | None = None,
         prefix: tuple[str, ...] = (),
     ) -> subprocess.Popen:
-        """Starts a program; `before` runs in its process, `prefix` stands before its command."""
+        """Starts a program; `prefix` stands before its command."""
         environment = os.environ | {
             "JAX_ENABLE_COMPILATION_CACHE": "1",
             "JAX_COMPILATION_CACHE_DIR": str(self.folder / "compiled"),
@@ -69,11 +67,13 @@ class Place:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            preexec_fn=before,
         )
 
     def run(self, arguments: list[str], *args, **options) -> subprocess.CompletedProcess:
         """Starts a program and waits for its end."""
-        process = self.start(arguments, *args, **options)
-        out, err = process.communicate(timeout=240)
+        with self.start(arguments, *args, **options) as process:
+            try:
+                out, err = process.communicate(timeout=240)
+            finally:
+                process.kill()
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)

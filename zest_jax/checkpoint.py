@@ -1,6 +1,9 @@
 """Checkpoints of a run: one pytree and a little host state, written whole or not at all."""
 
+import logging
+import sys
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import jax
@@ -20,6 +23,7 @@ class Checkpoints:
     """
 
     def __init__(self, folder: Path, keep: int = 2):
+        _quieten()
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep, create=True, enable_async_checkpointing=False
         )
@@ -70,3 +74,34 @@ def _bound_like(restored: jax.Array, like: jax.Array) -> jax.Array:
     would compile its steps anew, and again wherever a fresh state replaces a restored one.
     """
     return restored if like.committed else jnp.array(np.asarray(restored))
+
+
+class _RaisedAnyway(logging.Filter):
+    """Drops what orbax's threads log about an exception that their caller is then given."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return "_SignalingThread.run() raised an exception" not in str(record.msg)
+
+
+_RAISED_ANYWAY = _RaisedAnyway()
+
+
+def _quieten() -> None:
+    """Lets a save that failed be told once, by its exception.
+
+    Where one write of a save fails, orbax leaves its event loop while others are still under way, and
+    TensorStore prints a traceback for each of them.
+    """
+    logging.getLogger("absl").addFilter(_RAISED_ANYWAY)
+    before = sys.excepthook
+    if getattr(before, "_quiet", False):
+        return
+
+    def hook(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        if not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
+            before(kind, error, trace)
+
+    hook._quiet = True  # type: ignore[attr-defined]
+    sys.excepthook = hook

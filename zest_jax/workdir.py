@@ -92,6 +92,9 @@ class Workdir:
     def claim(self, config: Any, may_differ: Sequence[str] = ()) -> bool:
         """Writes config.json on the first start; later refuses a config that differs.
 
+        Until there are metrics the run has not begun: a start that failed on a mistake in its config
+        leaves the folder to the config without it.
+
         Args:
           config: the resolved config of this start.
           may_differ: dotted paths of fields, or of groups of fields, that may change between
@@ -103,7 +106,7 @@ class Workdir:
         Raises:
           UserError: the workdir is another config's; tells what differs.
         """
-        if not self.config_json.exists():
+        if not (self.config_json.exists() and self.metrics_jsonl.exists()):
             self.write("config.json", config_lib.resolved_json(config))
             return False
         try:
