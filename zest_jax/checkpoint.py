@@ -3,7 +3,6 @@
 import logging
 import sys
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import jax
@@ -93,15 +92,14 @@ def _quieten() -> None:
     TensorStore prints a traceback for each of them.
     """
     logging.getLogger("absl").addFilter(_RAISED_ANYWAY)
-    before = sys.excepthook
+    before = sys.unraisablehook
     if getattr(before, "_quiet", False):
         return
 
-    def hook(
-        kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
+    def hook(unraisable: Any) -> None:
+        error = unraisable.exc_value
         if not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
-            before(kind, error, trace)
+            before(unraisable)
 
     hook._quiet = True  # type: ignore[attr-defined]
-    sys.excepthook = hook
+    sys.unraisablehook = hook
