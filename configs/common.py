@@ -1,4 +1,5 @@
-"""Defaults of every field, each with what it means; experiments start from these and change a few."""
+"""Defaults of every field, each with what it means; experiments start from these and change a
+few."""
 
 from ml_collections import ConfigDict
 

@@ -1,6 +1,6 @@
 """Dr. Free, whole, on the embedded world, in minutes on two CPU cores.
 
-    python -m zest_jax.train --config=configs/smoke.py --workdir=runs/smoke
+python -m zest_jax.train --config=configs/smoke.py --workdir=runs/smoke
 """
 
 from configs import common
@@ -26,9 +26,9 @@ def get_config(arg: str = ""):
     c.schedule.max_chains = 576
     c.solver.decay = True
     c.proposer.decay = True
-    # In this world one passage often gives the answer away by the relation's word alone, so that with
-    # the single passages of the hops among the shortcuts no question would gain anything (docs/smoke.md
-    # has the figures). They are scored and logged all the same.
+    # In this world one passage often gives the answer away by the relation's word alone, so that
+    # with the single passages of the hops among the shortcuts no question would gain anything
+    # (docs/smoke.md has the figures). They are scored and logged all the same.
     c.reward.without = ("hop",)
     if variant.size == "smoke":
         c.policy.folder = "smoke_policy"

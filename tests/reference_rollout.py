@@ -14,17 +14,22 @@ import numpy as np
 from zest_jax.models import bind
 
 
-def reference_episode(engine, params, tokenizer, token_bytes, retrieve, prompt, key, episode, temperature):
-    """One episode. `retrieve(query ids) -> observation ids`; returns ids, mask, log-probs, finish."""
+def reference_episode(
+    engine, params, tokenizer, token_bytes, retrieve, prompt, key, episode, temperature
+):
+    """One episode. `retrieve(query ids) -> observation ids`; returns ids, mask, log-probs,
+    finish."""
     spec, protocol = engine.spec, engine.protocol
-    ids, mask, logps, searches, turn = list(prompt), [False] * len(prompt), [0.0] * len(prompt), 0, 0
+    ids, mask, logps = list(prompt), [False] * len(prompt), [0.0] * len(prompt)
+    searches, turn = 0, 0
     queries = []
     while True:
         action: list[int] = []
         while True:
             padded = np.zeros((1, spec.length), np.int32)
             padded[0, : len(ids)] = ids
-            logits = np.asarray(_last_logits(engine.config, params, padded, len(ids) - 1), np.float64)
+            logits = _last_logits(engine.config, params, padded, len(ids) - 1)
+            logits = np.asarray(logits, np.float64)
             scaled = logits / (temperature or 1.0)
             logp = scaled - np.log(np.sum(np.exp(scaled - scaled.max()))) - scaled.max()
             u = jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, episode), len(ids)))

@@ -15,7 +15,10 @@ PYTHON = """#!/bin/bash
 case "$1 $2" in
   "-c "*) exit 0 ;;
   "-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && echo "venv" >>"$CALLS" ;;
-  "-m pip") [[ $3 != --version ]] || exit 0; echo "pip ${*: -1}" >>"$CALLS"; exit "${PIP_CODE:-0}" ;;
+  "-m pip")
+    [[ $3 != --version ]] || exit 0
+    echo "pip ${*: -1}" >>"$CALLS"
+    exit "${PIP_CODE:-0}" ;;
   *) printf '<%s>' "$@" >>"$CALLS"; echo >>"$CALLS" ;;
 esac
 """

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tiny
 
+from zest_jax.errors import UserError
 from zest_jax.models import PolicyConfig
 from zest_jax.retrieval import Retriever
 from zest_jax.rollout import engine as engine_lib
@@ -450,5 +451,5 @@ def test_prompts_beyond_the_capacity_are_done_in_several_calls(sampler, monkeypa
     assert got.ids_NL[:, :4].tolist() == [[20 + n, *ids] for n in range(6)]
     assert got.finish_N.tolist() == [Finish.ANSWERED] * 6
     assert sampler.counters["decode_steps"] == 3  # of the last call: two prompts in two slots
-    with pytest.raises(ValueError, match="prompt of 5 tokens exceeds prompt_length=4"):
+    with pytest.raises(UserError, match="5 tokens, more than prompt_length=4"):
         sampler({"script_SL": script}, [[1] * 5], jax.random.key(0), 0.0)

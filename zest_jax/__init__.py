@@ -1,4 +1,5 @@
-"""Self-evolving search agents in JAX: a proposer writes questions, a solver learns to answer them."""
+"""Self-evolving search agents in JAX: a proposer writes questions, a solver learns to answer
+them."""
 
 import os
 

@@ -45,7 +45,8 @@ class Checkpoints:
         self._manager.wait_until_finished()
 
     def restore(self, like: Any) -> tuple[int, Any, dict[str, Any]]:
-        """Number, state and host state of the newest checkpoint, arrays placed as those of `like` are."""
+        """Number, state and host state of the newest checkpoint, arrays placed as those of `like`
+        are."""
         number = self.latest
         if number is None:
             raise ValueError("there is no checkpoint to restore")
@@ -88,8 +89,8 @@ _RAISED_ANYWAY = _RaisedAnyway()
 def _quieten() -> None:
     """Lets a save that failed be told once, by its exception.
 
-    Where one write of a save fails, orbax leaves its event loop while others are still under way, and
-    TensorStore prints a traceback for each of them.
+    Where one write of a save fails, orbax leaves its event loop while others are still under way,
+    and TensorStore prints a traceback for each of them.
     """
     logging.getLogger("absl").addFilter(_RAISED_ANYWAY)
     before = sys.unraisablehook

@@ -61,7 +61,7 @@ def program(
     needs_config: bool = True,
     needs_workdir: bool = True,
     memory_hint: str = MEMORY_HINT,
-) -> Callable[[Sequence[str] | None], int]:
+) -> Callable[..., int]:
     """Makes the entry point of a program.
 
     Args:
@@ -123,7 +123,8 @@ def explain(error: BaseException, memory_hint: str = MEMORY_HINT) -> tuple[int, 
         for problem, cure, errnos, words in _NO_ROOM:
             says = any(word in str(cause) for word in words)
             if says or (isinstance(cause, OSError) and cause.errno in errnos):
-                where = f" (writing {cause.filename})" if getattr(cause, "filename", "") else ""
+                file = getattr(cause, "filename", "")
+                where = f" (writing {file})" if file else ""
                 return EXIT_DISK, (
                     f"{problem}{where}; what was saved before is kept: {cure} and run the same "
                     "command to resume."

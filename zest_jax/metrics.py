@@ -106,8 +106,8 @@ class MetricsWriter:
 class _Board:
     """TensorBoard events, written by the calling thread.
 
-    tensorboardX's own writer is a thread behind a short queue: where the disk is full the thread dies,
-    and with it, silently, whoever waits for room in the queue.
+    tensorboardX's own writer is a thread behind a short queue: where the disk is full the thread
+    dies, and with it, silently, whoever waits for room in the queue.
 
     Args:
       folder: where the event files are.

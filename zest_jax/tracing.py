@@ -1,4 +1,5 @@
-"""Counting traces: a compiled step that is traced twice for the same shapes is a bug, not a wait."""
+"""Counting traces: a compiled step that is traced twice for the same shapes is a bug, not a
+wait."""
 
 import collections
 import functools
@@ -9,7 +10,8 @@ import jax
 
 
 class TraceCounter:
-    """Makes jitted functions whose traces are counted by name and by the shapes of their arguments."""
+    """Makes jitted functions whose traces are counted by name and by the shapes of their
+    arguments."""
 
     def __init__(self) -> None:
         self._seen: collections.Counter[tuple] = collections.Counter()

@@ -3,8 +3,8 @@
     python -m zest_jax.warm_start --config=configs/smoke.py:warm_start --workdir=runs/warm_start \\
         --out=my-policy
 
-Trajectories of your own: `--config.warm_start.file=mine.jsonl`, one {"segments": [[text, trained], …]} a
-line.
+Trajectories of your own: `--config.warm_start.file=mine.jsonl`, one
+{"segments": [[text, trained], …]} a line.
 """
 
 import sys

@@ -92,8 +92,8 @@ class Workdir:
     def claim(self, config: Any, may_differ: Sequence[str] = ()) -> bool:
         """Writes config.json on the first start; later refuses a config that differs.
 
-        Until there are metrics the run has not begun: a start that failed on a mistake in its config
-        leaves the folder to the config without it.
+        Until there are metrics the run has not begun: a start that failed on a mistake in its
+        config leaves the folder to the config without it.
 
         Args:
           config: the resolved config of this start.

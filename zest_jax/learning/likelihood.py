@@ -1,4 +1,5 @@
-"""Teacher-forced log-probabilities: of sampled tokens (for the loss) and of answers (for the reward).
+"""Teacher-forced log-probabilities: of sampled tokens (for the loss) and of answers (for the
+reward).
 
 One function of a packed batch serves both. The head is applied at the listed targets only.
 

@@ -2,17 +2,20 @@
 
 A packed batch is M micro-batches of R rows of L tokens. Positions restart in every episode and
 segments keep them from seeing one another, so an episode's numbers do not depend on its neighbours.
-The head and the loss need only the tokens that were sampled: they are listed per row (X of them), each
-with the position whose hidden state predicts it, so that no logits exist anywhere else.
+The head and the loss need only the tokens that were sampled: they are listed per row (X of them),
+each with the position whose hidden state predicts it, so that no logits exist anywhere else.
 
 Shape letters: M micro-batches, R rows, L row length, X loss tokens per row.
 """
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
+
+Array = Any  # numpy on the host, a jax.Array within a compiled step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,9 +28,9 @@ class Item:
       logp: log-probability of each of those under the sampler; zeros where there is none.
     """
 
-    ids: np.ndarray
-    targets: np.ndarray
-    logp: np.ndarray
+    ids: Array
+    targets: Array
+    logp: Array
 
 
 @jax.tree_util.register_dataclass
@@ -47,15 +50,15 @@ class Packed:
       micro_batches: micro-batches that hold anything, a scalar: the rest is skipped, not computed.
     """
 
-    ids_MRL: np.ndarray
-    position_MRL: np.ndarray
-    segment_MRL: np.ndarray
-    at_MRX: np.ndarray
-    target_MRX: np.ndarray
-    logp_MRX: np.ndarray
-    owner_MRX: np.ndarray
-    mask_MRX: np.ndarray
-    micro_batches: np.ndarray
+    ids_MRL: Array
+    position_MRL: Array
+    segment_MRL: Array
+    at_MRX: Array
+    target_MRX: Array
+    logp_MRX: Array
+    owner_MRX: Array
+    mask_MRX: Array
+    micro_batches: Array
 
     @property
     def loss_tokens(self) -> int:
@@ -111,9 +114,7 @@ def pack(items: Sequence[Item], spec: PackSpec, owners: Sequence[int] | None = N
             raise ValueError(
                 f"a sequence of {n} tokens with {x} targets does not fit rows of {L} with {X}"
             )
-        fits = np.flatnonzero(
-            (tokens_used[:opened] + n <= L) & (targets_used[:opened] + x <= X)
-        )
+        fits = np.flatnonzero((tokens_used[:opened] + n <= L) & (targets_used[:opened] + x <= X))
         row = int(fits[0]) if len(fits) else opened
         if row == opened:
             if opened == M * R:
@@ -132,9 +133,20 @@ def pack(items: Sequence[Item], spec: PackSpec, owners: Sequence[int] | None = N
         tokens_used[row] += n
         targets_used[row] += x
     used = -(-opened // R)
-    # Rows dealt round over the micro-batches in use would even out their load; order does not matter
-    # to the loss, so they stay as they are.
-    shaped = [
-        x.reshape(M, R, -1) for x in (ids, position, segment, at, target, logp, owner, mask)
-    ]
-    return Packed(*shaped, micro_batches=np.int32(used))
+
+    # Rows dealt round over the micro-batches in use would even out their load; order does not
+    # matter to the loss, so they stay as they are.
+    def by_micro_batch(x: np.ndarray) -> np.ndarray:
+        return x.reshape(M, R, -1)
+
+    return Packed(
+        ids_MRL=by_micro_batch(ids),
+        position_MRL=by_micro_batch(position),
+        segment_MRL=by_micro_batch(segment),
+        at_MRX=by_micro_batch(at),
+        target_MRX=by_micro_batch(target),
+        logp_MRX=by_micro_batch(logp),
+        owner_MRX=by_micro_batch(owner),
+        mask_MRX=by_micro_batch(mask),
+        micro_batches=np.int32(used),
+    )

@@ -1,8 +1,8 @@
 """The jitted updates: behaviour cloning, the solver's step, and Dr. Free's whole proposer step.
 
 Each takes a train state and a packed batch, adds up gradients over the micro-batches that hold
-anything, and applies one optimiser step. Losses are normalised by the loss tokens of the whole step,
-so neither packing nor accumulation nor data parallelism changes the result.
+anything, and applies one optimiser step. Losses are normalised by the loss tokens of the whole
+step, so neither packing nor accumulation nor data parallelism changes the result.
 
 Shape letters: B rollouts or proposals, C contexts, R rows, X targets per row.
 """
@@ -18,7 +18,7 @@ import optax
 from zest_jax.learning.advantages import AdvantageSpec
 from zest_jax.learning.likelihood import as_rows, sequence_log_likelihood, target_log_probs
 from zest_jax.learning.losses import cross_entropy, policy_gradient_loss, token_mean
-from zest_jax.learning.packing import Packed
+from zest_jax.learning.packing import Array, Packed
 from zest_jax.models import PolicyConfig, bind
 from zest_jax.models.policy import Params
 
@@ -94,7 +94,7 @@ class UpdateSpec:
                 b1=self.b1,
                 b2=self.b2,
                 weight_decay=self.weight_decay,
-                mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, params),
+                mask=_matrices,
             ),
         )
 
@@ -176,11 +176,11 @@ class ProposalBatch:
 
     proposals: Packed
     contexts: Packed
-    valid_BC: jax.Array
-    format_B: jax.Array
-    grounded_B: jax.Array
-    hops_B: jax.Array
-    reward_order_B: jax.Array
+    valid_BC: Array
+    format_B: Array
+    grounded_B: Array
+    hops_B: Array
+    reward_order_B: Array
 
 
 def proposer_update(
@@ -241,8 +241,19 @@ def _step(
     (value_sum, metrics), grads = jax.lax.fori_loop(0, batch.micro_batches, add, zeros)
     updates, opt_state = spec.optimizer().update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
-    metrics = metrics | {"loss": value_sum, "grad_norm": optax.global_norm(grads)}
+    metrics = metrics | {"loss": value_sum, "grad_norm": optax.tree.norm(grads)}
     return TrainState(params, opt_state, state.step + 1), metrics
+
+
+def _matrices(params: Params) -> Any:
+    """True for matrices, False for norms and biases (whose stacked layers have two axes as
+    well)."""
+
+    def is_matrix(path: tuple[Any, ...], _: Any) -> bool:
+        name = str(getattr(path[-1], "key", path[-1]))
+        return "norm" not in name and "bias" not in name
+
+    return jax.tree_util.tree_map_with_path(is_matrix, params)
 
 
 def _count(batch: Packed) -> jax.Array:

@@ -1,7 +1,7 @@
 """Encoders that read the policy's own token ids on device, so that a query never becomes text.
 
-Shape letters: V vocabulary, E embedding size, S slots (queries), Q query length, N passages, P passage
-length.
+Shape letters: V vocabulary, E embedding size, S slots (queries), Q query length, N passages, P
+passage length.
 """
 
 import dataclasses
@@ -17,10 +17,10 @@ class BagEncoder:
     """An IDF-weighted bag of token ids; no weights to download.
 
     A text's vector is u(text) = normalise(sum over its tokens of idf[token] * projection[token]).
-    A passage is (u(title), text_weight * u(text)), a query (u(query), u(query)), so that their inner
-    product is cos(title) + text_weight * cos(text): a name asked for outright finds its own page, any
-    other wording the pages that speak of it. Both together found the right page for 99 % of entity
-    names where the text alone found 37-80 %.
+    A passage is (u(title), text_weight * u(text)), a query (u(query), u(query)), so that their
+    inner product is cos(title) + text_weight * cos(text): a name asked for outright finds its own
+    page, any other wording the pages that speak of it. Both together found the right page for 99 %
+    of entity names where the text alone found 37-80 %.
 
     Attributes:
       table_VE: idf[token] * projection[token]; the projection is the identity (E = V, exact) or
@@ -62,7 +62,8 @@ class BagEncoder:
         return cls(jnp.asarray(table, jnp.float32), text_weight)
 
     def encode(self, ids_SQ: jax.Array, length_S: jax.Array) -> jax.Array:
-        """Unit vectors [S, E] of the first length_S ids of each row; a zero vector for an empty row."""
+        """Unit vectors [S, E] of the first length_S ids of each row; a zero vector for an empty
+        row."""
         mask_SQ = jnp.arange(ids_SQ.shape[1]) < length_S[:, None]
         sum_SE = jnp.einsum("SQE,SQ->SE", self.table_VE[ids_SQ], mask_SQ.astype(jnp.float32))
         return sum_SE / jnp.maximum(jnp.linalg.norm(sum_SE, axis=1, keepdims=True), 1e-9)

@@ -12,8 +12,8 @@ def exact_search(
 ) -> tuple[jax.Array, jax.Array]:
     """The `retrieved` passages with the largest inner product, best first; recall 1.0.
 
-    Scores are float32 whatever the index's type, and never exist for more than one chunk of passages
-    at a time. Ties go to the lower row.
+    Scores are float32 whatever the index's type, and never exist for more than one chunk of
+    passages at a time. Ties go to the lower row.
 
     Args:
       index_NE: passage vectors.
@@ -43,7 +43,8 @@ def exact_search(
         return jnp.take_along_axis(row_SX, pick_SR, axis=1), score_SR
 
     def step(best, i):
-        return merge(best, jax.lax.dynamic_slice(index_NE, (i * chunk, 0), (chunk, E)), i * chunk), ()
+        index_CE = jax.lax.dynamic_slice(index_NE, (i * chunk, 0), (chunk, E))
+        return merge(best, index_CE, i * chunk), ()
 
     best = (jnp.zeros((S, retrieved), jnp.int32), jnp.full((S, retrieved), -jnp.inf))
     best, _ = jax.lax.scan(step, best, jnp.arange(whole))

@@ -1,6 +1,7 @@
 """A retriever that lives on the device: encoder, index and passage store in one pytree.
 
-Shape letters: S slots, Q query length, R retrieved, N passages, E embedding size, C observation length.
+Shape letters: S slots, Q query length, R retrieved, N passages, E embedding size, C observation
+length.
 """
 
 import dataclasses
@@ -73,9 +74,7 @@ class Retriever:
             dimension=dimension,
             text_weight=text_weight,
         )
-        shown = [
-            body.format(title=t, text=x) for t, x in zip(titles, texts, strict=True)
-        ]
+        shown = [body.format(title=t, text=x) for t, x in zip(titles, texts, strict=True)]
         store = PassageStore.build(ids(shown), ids(heads), ids([tail])[0], observation_length)
         return cls(encoder, encoder.encode_passages(title_ids, text_ids), store, retrieved)
 
@@ -85,5 +84,6 @@ class Retriever:
         return exact_search(self.index_NE, vectors_SE, self.retrieved)
 
     def observe(self, row_SR: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Token ids [S, C] and lengths [S] of the observation that shows these passages; jittable."""
+        """Token ids [S, C] and lengths [S] of the observation that shows these passages;
+        jittable."""
         return self.store.observe(row_SR)

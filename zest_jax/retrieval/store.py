@@ -1,7 +1,7 @@
 """Passages tokenised once, and the joining of token pieces on device.
 
-Shape letters: N passages, P passage length, S slots, R retrieved, U pieces, W piece length, C output
-length.
+Shape letters: N passages, P passage length, S slots, R retrieved, U pieces, W piece length, C
+output length.
 """
 
 import dataclasses
@@ -20,7 +20,8 @@ def splice(ids_SUW: jax.Array, length_SU: jax.Array, size: int) -> tuple[jax.Arr
     Example: pieces [[7, 8, _], [9, _, _]] of lengths [2, 1] give [7, 8, 9, 0, ...] of length 3.
 
     Returns:
-      ids [S, size], zero past the end, and lengths [S] (clipped to `size`: what does not fit is cut).
+      ids [S, size], zero past the end, and lengths [S] (clipped to `size`: what does not fit is
+      cut).
     """
     U, W = ids_SUW.shape[1:]
     end_SU = jnp.cumsum(length_SU, axis=1)
@@ -43,8 +44,8 @@ class PassageStore:
     Attributes:
       ids_NP: token ids of each passage, right-padded.
       length_N: tokens of each passage.
-      frame_UW: pieces before each of the R passages (the first holds the observation's opening) and,
-        last, the observation's closing.
+      frame_UW: pieces before each of the R passages (the first holds the observation's opening)
+        and, last, the observation's closing.
       frame_length_U: their lengths.
       size: tokens that an observation may have, C.
     """
@@ -79,7 +80,11 @@ class PassageStore:
         ids_NP, length_N = pad_ragged([p[:room] for p in passages])
         frame_UW, frame_length_U = pad_ragged([*heads, tail])
         return cls(
-            *(jnp.asarray(x) for x in (ids_NP, length_N, frame_UW, frame_length_U)), size=size
+            ids_NP=jnp.asarray(ids_NP),
+            length_N=jnp.asarray(length_N),
+            frame_UW=jnp.asarray(frame_UW),
+            frame_length_U=jnp.asarray(frame_length_U),
+            size=size,
         )
 
     def observe(self, row_SR: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -111,8 +116,8 @@ def frame_texts(observation: str, passage: str, retrieved: int) -> tuple[list[st
       retrieved: R.
 
     Returns:
-      The text before each passage, the text after the last, and the passage's own template (from the
-      title on).
+      The text before each passage, the text after the last, and the passage's own template (from
+      the title on).
     """
     before, after = observation.split("{passages}")
     if "{rank}" not in passage:

@@ -1,7 +1,7 @@
 """The search episode as one compiled program.
 
-A fixed set of slots works through a queue of prompts. Two kinds of work alternate until the queue is
-done:
+A fixed set of slots works through a queue of prompts. Two kinds of work alternate until the queue
+is done:
 
   decode  one token for every slot that is writing; a token that completes an action sends its slot
           to SEARCH, INVALID or DONE. Repeated while enough slots are writing.
@@ -10,10 +10,10 @@ done:
           spliced in, misled slots get the protocol's correction; then one pass over the new tokens
           fills the cache.
 
-Nothing leaves the device between the first and the last token. The host-driven driver
-(`host_rollout`) calls the same functions one at a time for retrievers that live elsewhere, and gives
-the same ids for the same draws and passages. Every episode has its own random key (folded from its
-number), so neither slots nor refilling change what is drawn.
+Nothing leaves the device between the first and the last token. The pieces are separate functions,
+so that a driver on the host can call them one at a time for retrievers that live elsewhere, with
+the same ids for the same draws and passages (there is no such driver yet). Every episode has its
+own random key (folded from its number), so neither slots nor refilling change what is drawn.
 
 Invariant: a writing slot's cache holds every token but its last, which the next decode step feeds.
 
@@ -23,7 +23,8 @@ C chunk, N episodes, X automaton states, A actions.
 
 import dataclasses
 import functools
-from typing import Any, Protocol as Interface
+from typing import Any
+from typing import Protocol as Interface
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +43,8 @@ _TAG_WINDOW = 16  # tokens looked back for the start of a closing tag (no tag ha
 class Searcher(Interface):
     """What the compiled rollout asks of a retriever: two jittable functions of arrays."""
 
-    retrieved: int
+    @property
+    def retrieved(self) -> int: ...
 
     def search(self, query_SQ: jax.Array, length_S: jax.Array) -> tuple[jax.Array, jax.Array]: ...
 
@@ -87,7 +89,8 @@ class RolloutSpec:
 
     @property
     def chunk(self) -> int:
-        """Tokens one extend pass may write, C: a prompt, or an action's last token and what follows."""
+        """Tokens one extend pass may write, C: a prompt, or an action's last token and what
+        follows."""
         longest = max(self.prompt_length, self.observation_length + 1)
         return -(-longest // self.block_tokens) * self.block_tokens
 
@@ -98,9 +101,10 @@ class Draws:
     """Where the randomness of a rollout comes from.
 
     Attributes:
-      key: a typed random key; token `position` of episode `n` uses fold_in(fold_in(key, n), position).
-      temperature: of the softmax; 0 takes the most probable token (log-probabilities are then those at
-        temperature 1).
+      key: a typed random key; token `position` of episode `n` uses
+        fold_in(fold_in(key, n), position).
+      temperature: of the softmax; 0 takes the most probable token (log-probabilities are then those
+        at temperature 1).
     """
 
     key: jax.Array
@@ -118,13 +122,15 @@ class State:
       episode_S: number of each slot's episode; N for a slot that has none.
       phase_S: IDLE, WRITING, SEARCHING, INVALID or DONE.
       automaton_S: state of the stop automaton.
-      opened_SA: token at which the content of the first tag of each kind began in this action, or -1.
+      opened_SA: token at which the content of the first tag of each kind began in this action, or
+        -1.
       written_S: tokens of the action under way.
       turn_S: turn of the action under way.
       next_episode: first prompt of the queue that no slot has taken.
       count: prompts in the queue.
       out: finished episodes.
-      steps: decode steps so far, and slots that were writing in them: their ratio is the utilisation.
+      steps: decode steps so far, and slots that were writing in them: their ratio is the
+        utilisation.
     """
 
     cache: Cache
@@ -210,7 +216,8 @@ class Engine:
             them; the rows behind stay empty.
 
         Returns:
-          N trajectories in the order of the prompts, and counters: `decode_steps`, `slot_utilisation`.
+          N trajectories in the order of the prompts, and counters: `decode_steps`,
+          `slot_utilisation`.
         """
         policy = bind(self.config, params)
         layers = policy.unstack()
@@ -239,7 +246,8 @@ class Engine:
     # ------------------------------------------------------------------------------ pieces
 
     def start(self, episodes: int, retrieved: int, count: jax.Array | int) -> State:
-        """All slots empty, so that the first `extend` fills them with the first of `count` prompts."""
+        """All slots empty, so that the first `extend` fills them with the first of `count`
+        prompts."""
         s, S = self.spec, self.spec.slots
         # A chunk may be written at the last position, so the cache has room for one more.
         return State(
@@ -332,7 +340,8 @@ class Engine:
         first_SA = (opened_S[:, None] == kinds_A) & (state.opened_SA < 0) & writing_S[:, None]
         opened_SA = jnp.where(first_SA, begin_S[:, None], state.opened_SA)
 
-        # The content ends before the tokens that lie wholly within the closing tag and what follows.
+        # The content ends before the tokens that lie wholly within the closing tag and what
+        # follows.
         back_SW = length_S[:, None] - 1 - jnp.arange(_TAG_WINDOW)
         window_SW = jnp.take_along_axis(rows.ids_NL, jnp.maximum(back_SW, 0), axis=1)
         covered_SW = jnp.cumsum(table.bytes_V[window_SW], axis=1)
@@ -400,8 +409,8 @@ class Engine:
           state: the state.
           prompt_NP: the queue's prompts.
           prompt_length_N: their lengths.
-          observed: for the slots that search: passages [S, R], scores [S, R], observation ids [S, C']
-            and lengths [S]; None for protocols that never search.
+          observed: for the slots that search: passages [S, R], scores [S, R], observation ids
+            [S, C'] and lengths [S]; None for protocols that never search.
 
         Returns:
           The state, with every slot that waited writing again (or idle, if the queue is empty).
@@ -520,9 +529,9 @@ def sample(
 ) -> tuple[jax.Array, jax.Array]:
     """One token per slot by inversion of the cumulative distribution, and its log-probability.
 
-    Token t is drawn where cumsum(p)[t-1] <= u < cumsum(p)[t], u uniform from the key of this episode
-    and position. One uniform number a token, so a draw does not depend on the vocabulary's size, on
-    the slot, or on what other slots do.
+    Token t is drawn where cumsum(p)[t-1] <= u < cumsum(p)[t], u uniform from the key of this
+    episode and position. One uniform number a token, so a draw does not depend on the vocabulary's
+    size, on the slot, or on what other slots do.
     """
     greedy = draws.temperature <= 0
     scaled_SV = logits_SV / jnp.where(greedy, 1.0, draws.temperature)

@@ -56,11 +56,12 @@ class Protocol:
 SEARCH_R1 = Protocol(
     name="search_r1",
     prompt=(
-        "Answer the question below. Whenever you get new information, first reason about it between "
-        "<think> and </think>. If you lack a fact, look it up with <search> query </search>; what is "
-        "found comes back between <information> and </information>, and you may search as often as "
-        "you need. Once nothing is missing, give the answer itself, without explanation, between "
-        "<answer> and </answer>, for example <answer> Beijing </answer>. Question: {question}\n"
+        "Answer the question below. Whenever you get new information, first reason about it "
+        "between <think> and </think>. If you lack a fact, look it up with <search> query "
+        "</search>; what is found comes back between <information> and </information>, and you may "
+        "search as often as you need. Once nothing is missing, give the answer itself, without "
+        "explanation, between <answer> and </answer>, for example <answer> Beijing </answer>. "
+        "Question: {question}\n"
     ),
     actions=(("search", SEARCH), ("answer", ANSWER)),
     observation="\n\n<information>{passages}</information>\n\n",

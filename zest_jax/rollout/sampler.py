@@ -63,13 +63,15 @@ class Sampler:
         parts = []
         for at in range(0, len(prompts), self.capacity):
             chunk = prompts[at : at + self.capacity]
+            count = len(chunk)
             prompt_NP = np.zeros((self.capacity, self.spec.prompt_length), np.int32)
             length_N = np.zeros(self.capacity, np.int32)
             for n, ids in enumerate(chunk):
                 if len(ids) > self.spec.prompt_length:
                     raise UserError(
-                        f"a prompt of the {self.protocol.name} protocol has {len(ids)} tokens, more "
-                        f"than prompt_length={self.spec.prompt_length}; raise it in the config."
+                        f"a prompt of the {self.protocol.name} protocol has {len(ids)} tokens, "
+                        f"more than prompt_length={self.spec.prompt_length}; raise it in the "
+                        "config."
                     )
                 prompt_NP[n, : len(ids)] = ids
                 length_N[n] = len(ids)
@@ -81,9 +83,9 @@ class Sampler:
                 jnp.asarray(prompt_NP),
                 jnp.asarray(length_N),
                 draws,
-                jnp.int32(len(chunk)),
+                jnp.int32(count),
             )
-            parts.append(jax.tree.map(lambda x, n=len(chunk): x[:n], out.to_host()))
+            parts.append(jax.tree.map(lambda x, n=count: x[:n], out.to_host()))
             self.counters = {name: float(value) for name, value in counters.items()}
         return jax.tree.map(lambda *xs: np.concatenate(xs), *parts)
 

@@ -1,9 +1,10 @@
 """Finding tags in the bytes of sampled tokens, on device, one table look-up a token.
 
-A tag's last character may share a token with what follows it, and a tag may be one token, several, or
-split anywhere. So tags are matched on bytes: an Aho-Corasick automaton over all watched tags is run
-over every token's bytes beforehand, from every state, on the host. While sampling, a slot carries its
-automaton state, and one gather per token says where the automaton goes and which tag was completed.
+A tag's last character may share a token with what follows it, and a tag may be one token, several,
+or split anywhere. So tags are matched on bytes: an Aho-Corasick automaton over all watched tags is
+run over every token's bytes beforehand, from every state, on the host. While sampling, a slot
+carries its automaton state, and one gather per token says where the automaton goes and which tag
+was completed.
 
 Shape letters: X automaton states, V vocabulary.
 """
@@ -24,7 +25,8 @@ class StopTable:
 
     Attributes:
       next_XV: state after the token; a special token (without bytes) goes back to state 0.
-      opened_XV: kind of the last opening tag completed in the token before any closing tag, or NONE.
+      opened_XV: kind of the last opening tag completed in the token before any closing tag, or
+        NONE.
       open_tail_XV: bytes of the token after that opening tag.
       closed_XV: kind of the first closing tag completed in the token, or NONE.
       close_span_XV: bytes from the start of that closing tag to the end of the token: whatever lies
@@ -44,7 +46,8 @@ def token_bytes(tokenizer) -> list[bytes | None]:
     """Bytes of every id of a byte-level BPE tokenizer; None for special tokens and unused ids.
 
     Args:
-      tokenizer: a transformers tokenizer of GPT-2's byte-level kind (all Qwen and Llama 3 ones are).
+      tokenizer: a transformers tokenizer of GPT-2's byte-level kind (all Qwen and Llama 3 ones
+        are).
 
     Raises:
       ValueError: a vocabulary entry has a character outside GPT-2's byte alphabet.

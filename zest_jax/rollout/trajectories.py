@@ -5,6 +5,7 @@ Shape letters: N episodes, L episode length, T searches, R retrieved, S slots, Q
 
 import dataclasses
 import enum
+from typing import Any
 
 import jax
 import numpy as np
@@ -28,9 +29,11 @@ class Trajectories:
       ids_NL: prompt, then actions and observations, as sampled and spliced; zero past the end.
       length_N: tokens of the episode. Nothing is inferred from ids.
       prompt_length_N: tokens of the prompt.
-      logp_NL: log-probability of each sampled token under the distribution it was drawn from; 0 else.
+      logp_NL: log-probability of each sampled token under the distribution it was drawn from; 0
+        else.
       mask_NL: True where the policy sampled the token: the only tokens ever trained on.
-      turn_NL: turn of each token (the prompt belongs to turn 0; an observation to the turn after it).
+      turn_NL: turn of each token (the prompt belongs to turn 0; an observation to the turn after
+        it).
       rows_NTR: passages shown after each search, -1 where there was none.
       scores_NTR: their scores.
       queries_NT2: first and one-past-last token of each query.
@@ -68,7 +71,8 @@ class Trajectories:
         return np.asarray(self.ids_NL[row])[keep].tolist()
 
     def last_action_ids(self, row: int) -> list[int]:
-        """Ids of the last action: where an answer is read from, since no passage can stand in it."""
+        """Ids of the last action: where an answer is read from, since no passage can stand in
+        it."""
         turns = np.asarray(self.turn_NL[row])[np.asarray(self.mask_NL[row])]
         return self.sampled_ids(row, int(turns[-1])) if len(turns) else []
 
@@ -76,17 +80,19 @@ class Trajectories:
 def empty(rows: int, length: int, searches: int, retrieved: int) -> Trajectories:
     """All-zero trajectories, as numpy, to be filled."""
     T = max(searches, 1)  # no zero-sized arrays for protocols that never search
+    zeros: Any = np.zeros
+    full: Any = np.full
     return Trajectories(
-        ids_NL=np.zeros((rows, length), np.int32),
-        length_N=np.zeros(rows, np.int32),
-        prompt_length_N=np.zeros(rows, np.int32),
-        logp_NL=np.zeros((rows, length), np.float32),
-        mask_NL=np.zeros((rows, length), bool),
-        turn_NL=np.zeros((rows, length), np.int32),
-        rows_NTR=np.full((rows, T, retrieved), -1, np.int32),
-        scores_NTR=np.zeros((rows, T, retrieved), np.float32),
-        queries_NT2=np.zeros((rows, T, 2), np.int32),
-        answer_N2=np.zeros((rows, 2), np.int32),
-        searches_N=np.zeros(rows, np.int32),
-        finish_N=np.zeros(rows, np.int32),
+        ids_NL=zeros((rows, length), np.int32),
+        length_N=zeros(rows, np.int32),
+        prompt_length_N=zeros(rows, np.int32),
+        logp_NL=zeros((rows, length), np.float32),
+        mask_NL=zeros((rows, length), bool),
+        turn_NL=zeros((rows, length), np.int32),
+        rows_NTR=full((rows, T, retrieved), -1, np.int32),
+        scores_NTR=zeros((rows, T, retrieved), np.float32),
+        queries_NT2=zeros((rows, T, 2), np.int32),
+        answer_N2=zeros((rows, 2), np.int32),
+        searches_N=zeros(rows, np.int32),
+        finish_N=zeros(rows, np.int32),
     )

@@ -1,7 +1,8 @@
 """What a warm start imitates: scripted episodes of a world, or a file of trajectories.
 
-A trajectory file has one JSON object a line, {"segments": [[text, trained], …]}: the episode's text in
-pieces, each with whether the policy would have written it itself. Prompts and passages are not trained.
+A trajectory file has one JSON object a line, {"segments": [[text, trained], …]}: the episode's text
+in pieces, each with whether the policy would have written it itself. Prompts and passages are not
+trained.
 """
 
 import dataclasses
@@ -28,10 +29,10 @@ class Mix:
       solver: weight of search episodes.
       reading: weight of answers from given passages.
       proposer: weight of question writing.
-      renamed: share of the episodes whose names are random, so that reading has to be learnt and not
-        names by heart.
-      early_answer, wrong_field, relation_query: shares of the search episodes that go wrong in these
-        ways (`scripts.solver_script`); the rest are right.
+      renamed: share of the episodes whose names are random, so that reading has to be learnt and
+        not names by heart.
+      early_answer, wrong_field, relation_query: shares of the search episodes that go wrong in
+        these ways (`scripts.solver_script`); the rest are right.
       flawed_proposer: share of the proposals that are bad questions.
       max_hops: longest chain.
     """

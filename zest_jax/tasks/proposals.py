@@ -39,9 +39,7 @@ class Proposal:
     gate: GateResult
 
 
-def draw_chains(
-    atlas: Atlas, count: int, max_hops: int, rng: np.random.Generator
-) -> list[Chain]:
+def draw_chains(atlas: Atlas, count: int, max_hops: int, rng: np.random.Generator) -> list[Chain]:
     """Training chains, 1 to `max_hops` hops in equal shares, in mixed order."""
     chains: list[Chain] = []
     for hops in range(1, max_hops + 1):
@@ -59,8 +57,8 @@ def judge(
       chain: what the proposer was given.
       output: its words.
       atlas: the world.
-      fits: whether a question is short enough for the solver's prompt; one that is not cannot be asked
-        and counts as unreadable.
+      fits: whether a question is short enough for the solver's prompt; one that is not cannot be
+        asked and counts as unreadable.
     """
     parsed = parse_proposal(output)
     if parsed.question is not None and not fits(parsed.question):
@@ -72,7 +70,8 @@ def judge(
 
 
 def answer_in_source(chain: Chain, atlas: Atlas) -> bool:
-    """Whether the first passage alone names the answer (Dr. Free's audit of multi-hop questions)."""
+    """Whether the first passage alone names the answer (Dr. Free's audit of multi-hop
+    questions)."""
     names = atlas.graph.names(chain.entities[-1])
     return contains_any(atlas.passage_of(chain.entities[0]).render(), names)
 
@@ -82,8 +81,8 @@ def context_texts(
 ) -> dict[int, str]:
     """The passages of each context column of a proposal, as the policy reads them.
 
-    One hop: with what one retrieval brings, and without anything. Several: the whole chain; nothing;
-    the source's passage; one retrieval; the passage of e_k for each hop k (METHODS 2.4).
+    One hop: with what one retrieval brings, and without anything. Several: the whole chain;
+    nothing; the source's passage; one retrieval; the passage of e_k for each hop k (METHODS 2.4).
     """
     if proposal.chain.hops == 1:
         return {ONE_SHOT: one_shot, NONE: ""}
@@ -103,8 +102,8 @@ def context_items(
 ) -> tuple[list[Item], list[int], np.ndarray]:
     """The sequences whose answer tokens the anchor scores, for proposals that passed the gates.
 
-    A sequence is the question as the solver gets it, the passages as the solver sees them, an opened
-    answer tag, and the answer: the same template around every context, so that it cancels in
+    A sequence is the question as the solver gets it, the passages as the solver sees them, an
+    opened answer tag, and the answer: the same template around every context, so that it cancels in
     differences. The answer is tokenised apart, so that its tokens are the same everywhere.
 
     Args:
@@ -134,10 +133,10 @@ def context_items(
             answers.append(answer)
             valid_BC[b, column] = True
     items = []
-    for context, answer in zip(encode(texts), encode(answers), strict=True):
-        targets = np.arange(len(context), len(context) + len(answer))
-        ids = np.array(context + answer, np.int32)
-        items.append(Item(ids, targets, np.zeros(len(answer), np.float32)))
+    for context, scored in zip(encode(texts), encode(answers), strict=True):
+        targets = np.arange(len(context), len(context) + len(scored))
+        ids = np.array(context + scored, np.int32)
+        items.append(Item(ids, targets, np.zeros(len(scored), np.float32)))
     return items, owners, valid_BC
 
 
@@ -186,4 +185,3 @@ def tasks_of(
             )
         )
     return tasks, duplicates
-
