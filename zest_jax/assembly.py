@@ -63,6 +63,16 @@ def build(config: Any, traces: TraceCounter) -> Parts:
     """
     check(config)
     atlas = load_atlas(config.world.folder or None)
+    needed = {
+        "heldout": (config.schedule.iterations, atlas.heldout_tasks),
+        "validation": (config.warm_start.steps, atlas.validation_tasks),
+    }
+    for name, (used, tasks) in needed.items():
+        if used and not tasks:
+            raise UserError(
+                f"{atlas.folder / name}.jsonl: no such file; expected questions to measure the "
+                "solver by."
+            )
     if config.policy.folder:
         folder = policy_folder(config.policy.folder)
         policy, params = load_pretrained(folder, dtype=config.policy.dtype)
@@ -241,8 +251,8 @@ def rollout_specs(config: Any) -> dict[str, RolloutSpec]:
 def pack_specs(config: Any) -> dict[str, PackSpec]:
     """Shapes of the packed batches.
 
-    Rows are as long as the longest sequence of their kind, and there is room for every sequence even
-    if each needs a row of its own.
+    Rows are as long as the longest sequence of their kind, and there is room for every sequence
+    even if each needs a row of its own.
     """
     rollouts, hops = rollout_specs(config), config.world.max_hops
     solver, proposer = rollouts["solver"], rollouts["proposer"]

@@ -27,6 +27,7 @@ from zest_jax import assembly, cli, evaluation, records
 from zest_jax import workdir as workdir_lib
 from zest_jax.checkpoint import Checkpoints
 from zest_jax.config import config_hash
+from zest_jax.errors import UserError
 from zest_jax.learning import updates
 from zest_jax.learning.advantages import GRPO, HRPO
 from zest_jax.learning.packing import Item, pack
@@ -46,16 +47,19 @@ from zest_jax.workdir import Workdir
 
 
 def main(config: Any, workdir_path: str) -> None:
-    """One run, from its config to its report."""
-    c = config
+    """One run, from its config to its report, in a workdir that is its own."""
+    with Workdir(workdir_path) as workdir:
+        workdir.claim(config, may_differ=("log", "checkpoint"))
+        with Progress(log=workdir.log) as progress:
+            run(config, workdir, progress)
 
+
+def run(c: Any, workdir: Workdir, progress: Progress) -> None:
+    """The run itself."""
     # ------------------------------------------------------------------------------------------
-    # The workdir, and what is told while it runs
+    # What is told while it runs
     # ------------------------------------------------------------------------------------------
     begun = time.perf_counter()
-    workdir = Workdir(workdir_path)
-    workdir.claim(c, may_differ=("log", "checkpoint"))
-    progress = Progress(log=workdir.log)
     traces = TraceCounter()
     say = progress.say
     devices = jax.devices()
@@ -122,14 +126,16 @@ def main(config: Any, workdir_path: str) -> None:
     # ------------------------------------------------------------------------------------------
     phases = assembly.phases(c)
     state = assembly.initial_state(c, parts.params)
-    host: dict[str, Any] = {"saves": 0, "phase": 0, "phase_step": 0, "step": 0, "seconds": {}}
+    host: dict[str, Any] = {"saves": 0, "phase": 0, "phase_step": 0, "step": 0}
+    host |= {"records": 0, "seconds": {}}
     checkpoints = Checkpoints(workdir.checkpoints, c.checkpoint.keep)
     if checkpoints.latest is not None:
         _, state, host = checkpoints.restore(state)
         say(f"resumed at step {host['step']}")
     watch = Stopwatch(host["seconds"])
     watch.add("start", time.perf_counter() - begun)
-    metrics = MetricsWriter(workdir, host["step"] if checkpoints.latest is not None else None)
+    resumed = checkpoints.latest is not None
+    metrics = MetricsWriter(workdir, host["step"] if resumed else None, host["records"])
     for log in ("proposals.jsonl", "episodes.jsonl"):
         workdir_lib.truncate_after(workdir.rollouts / log, host["step"])
 
@@ -143,17 +149,22 @@ def main(config: Any, workdir_path: str) -> None:
         with watch("checkpoint"):
             # Numbered by save, not by step: the end of a phase changes the state without a step.
             host["saves"] += 1
-            host["seconds"] = watch.seconds
+            host.update(records=metrics.count, seconds=watch.seconds)
             metrics.sync()
             checkpoints.save(host["saves"], state, host)
 
-    def advance(bar: Any, record: dict[str, float], phase: str, **shown: float) -> None:
-        """Counts an update as done: metrics, progress, and now and then a checkpoint."""
+    def advance(
+        bar: Any, record: dict[str, float], phase: str, ends: bool = False, **shown: float
+    ) -> None:
+        """Counts an update as done: metrics, progress, and now and then a checkpoint.
+
+        None where the update `ends` its phase early: a run resumed from it would not know.
+        """
         host["step"] += 1
         host["phase_step"] += 1
         metrics.write(host["step"], phase, record)
         bar.advance(**shown)
-        if host["phase_step"] % c.checkpoint.every == 0:
+        if host["phase_step"] % c.checkpoint.every == 0 and not ends:
             save()
 
     # ------------------------------------------------------------------------------------------
@@ -224,7 +235,7 @@ def main(config: Any, workdir_path: str) -> None:
                 record["warm_start/validation_em"] = em
                 stop = em >= w.stop_at_em
                 say(f"warm start, step {step + 1}: validation EM {em:.3f}")
-            advance(bar, record, "warm_start", loss=record["warm_start/loss"])
+            advance(bar, record, "warm_start", ends=stop, loss=record["warm_start/loss"])
             if stop:
                 break
 
@@ -312,9 +323,11 @@ def main(config: Any, workdir_path: str) -> None:
         _, proposed = propose(chains, "generation")
         tasks, duplicates = proposals.tasks_of(proposed, atlas, phase.iteration, c.schedule.tasks)
         if len(tasks) < c.solver.tasks_per_step:
-            raise RuntimeError(
-                f"only {len(tasks)} of {len(chains)} proposals passed the gates: the proposer of "
-                f"iteration {phase.iteration} has collapsed (see its metrics)"
+            raise UserError(
+                f"only {len(tasks)} of {len(chains)} questions of iteration {phase.iteration + 1} "
+                f"passed the gates, and solver.tasks_per_step is {c.solver.tasks_per_step}: start "
+                "from a policy that writes questions (policy.folder, or more warm_start.steps), or "
+                "raise schedule.max_chains, in another workdir."
             )
         several = [t for t in tasks if t.hops > 1]
         record = {
@@ -377,7 +390,7 @@ def main(config: Any, workdir_path: str) -> None:
     # ------------------------------------------------------------------------------------------
     # The run
     # ------------------------------------------------------------------------------------------
-    with progress, metrics:
+    with checkpoints, metrics:
         run_phase = {"warm_start": warm_start, "proposer": proposer_phase, "solver": solver_phase}
         evaluated: dict[str, Any] = {}
         if checkpoints.latest is None:
@@ -447,7 +460,6 @@ def main(config: Any, workdir_path: str) -> None:
                 f"held-out EM {before['em']:.3f} -> {after['em']:.3f} (gain {gain:+.3f}, "
                 f"95 % from {low:+.3f} to {high:+.3f}); see {workdir.report_html}"
             )
-    checkpoints.close()
 
 
 def _sampled_items(episodes: Trajectories, rows: Sequence[int] | None = None) -> list[Item]:
