@@ -1,5 +1,6 @@
 """Killed at any moment and started again, a run ends with the same numbers. With real processes."""
 
+import functools
 import json
 import shutil
 import time
@@ -74,8 +75,9 @@ def records(workdir: Path) -> list[dict]:
     ]
 
 
+@functools.cache
 def arrays(workdir: Path) -> tuple[dict[str, np.ndarray], dict]:
-    """The newest checkpoint."""
+    """The newest checkpoint of a finished run."""
     config = ConfigDict(json.loads((workdir / "config.json").read_text("utf-8")))
     parts = assembly.build(config, TraceCounter())
     checkpoints = Checkpoints(workdir / "checkpoints")

@@ -114,7 +114,8 @@ def explain(error: BaseException, memory_hint: str = MEMORY_HINT) -> tuple[int, 
     Libraries wrap what the system said, so the whole chain of causes is searched.
     """
     if isinstance(error, UserError):
-        return EXIT_USER, str(error)
+        text = str(error)
+        return EXIT_USER, text if text.endswith((".", "?")) else f"{text}."
     if isinstance(error, KeyboardInterrupt):
         return EXIT_INTERRUPTED, "interrupted; run the same command to resume."
     chain = list(_causes(error))
