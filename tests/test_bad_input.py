@@ -122,6 +122,17 @@ def test_questions_longer_than_the_prompt(program, world):
     assert_sentence(err, "prompt_length")
 
 
+def test_a_passage_longer_than_an_observation(program, world):
+    lines = lines_of(world, "passages.jsonl")
+    record = json.loads(lines[4])
+    record["text"] += " It is a place that many people know." * 12
+    lines[4] = json.dumps(record) + "\n"
+    (world / "passages.jsonl").write_text("".join(lines))
+    code, err = program(f"--config.world.folder={world}")
+    assert code == cli.EXIT_USER
+    assert_sentence(err, "passages.jsonl", f"passage {record['id']} has", "observation_length=62")
+
+
 def test_a_workdir_of_another_config(place, finished_run):
     before = {path: path.stat().st_mtime_ns for path in finished_run.rglob("*.json*")}
     done = place.run(place.arguments(finished_run, "--config.solver.learning_rate=1e-5"))

@@ -94,10 +94,21 @@ def build(config: Any, traces: TraceCounter) -> Parts:
         origin = "random weights"
 
     def encode(texts: Sequence[str]) -> list[list[int]]:
-        return tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else []
+        if not texts:
+            return []
+        # Not verbose: what is too long is our own business, with an error of its own.
+        return tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
 
     s, p, r = config.solver, config.proposer, config.retrieval
     solver_protocol, proposer_protocol = protocol(s.protocol), protocol(p.protocol)
+    shown = encode([solver_protocol.show([(p.title, p.text)]) for p in atlas.passages])
+    longest = max(range(len(shown)), key=lambda n: len(shown[n]))
+    if len(shown[longest]) > s.observation_length:
+        raise UserError(
+            f"{atlas.folder / 'passages.jsonl'}: passage {atlas.passages[longest].id} has "
+            f"{len(shown[longest])} tokens with its tags, more than solver.observation_length="
+            f"{s.observation_length}; raise it or shorten the passage."
+        )
     retriever = Retriever.build(
         tokenizer,
         [passage.title for passage in atlas.passages],
