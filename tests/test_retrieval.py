@@ -9,6 +9,7 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from zest_jax.errors import UserError
 from zest_jax.retrieval import BagEncoder, PassageStore, Retriever, exact_search, splice
 from zest_jax.retrieval.encoders import pad_ragged
 from zest_jax.retrieval.store import as_numpy, frame_texts
@@ -165,9 +166,7 @@ def test_passages_are_cut_so_that_their_frame_fits():
     assert got[0].tolist() == [10, 11, 4, 12, 1, 2, 3, 13] + [0] * 12
     assert got[1].tolist() == [10, 11, *cut, 12, *cut, 13]
     assert lengths.tolist() == [8, 20]
-    with pytest.raises(
-        ValueError, match="leaves 7 to each of 2 passages; raise observation_length"
-    ):
+    with pytest.raises(UserError, match="leaves 7 to each of 2 passages; raise observation_length"):
         PassageStore.build(passages, heads=[[10, 11], [12]], tail=[13], size=19)
 
 

@@ -243,6 +243,18 @@ CORRECTED = {
         queries=[(2, 3)],
         asked=[(AB, 1)],
     ),
+    "a tag is not read across a correction": Episode(
+        [
+            prompt(AB),
+            wrote(0, X, X, X, X, X, S1),
+            shown(1, NO, NO),
+            wrote(1, S2, S3, S4),  # "rch> ab</search>" opens nothing
+            shown(2, NO, NO),
+            wrote(2, ANSWER, CD, _ANSWER),
+        ],
+        Finish.ANSWERED,
+        answer=(16, 17),
+    ),
     "never an action": Episode(
         [
             prompt(AB),
