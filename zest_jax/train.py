@@ -183,6 +183,8 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
                 fields = [{k: v for k, v in r.items() if k != "mode"} for r in done]
                 answered[mode] = [evaluation.Answered(**f) for f in fields]
                 continue
+            if params is None:
+                raise UserError(f"{path} is gone or cut; the run cannot be reported without it.")
             with watch("evaluation"):
                 answered[mode] = evaluation.answer_tasks(
                     solver_sampler, params, atlas.heldout_tasks, key(f"eval {mode}"), temperature
@@ -371,10 +373,12 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
             if c.control.shuffle_rewards:
                 reward_B = rng("shuffle").permutation(reward_B)
             advantage_B = np.asarray(grpo(reward_B, np.repeat(np.arange(per_step), group)))
-            keep = np.flatnonzero(advantage_B)  # a group without contrast carries no gradient
+            keep = np.flatnonzero(
+                advantage_B
+            ).tolist()  # a group without contrast carries no gradient
             values = {}
             if len(keep):
-                batch = pack(_sampled_items(episodes, keep), packs["solver"], keep.tolist())
+                batch = pack(_sampled_items(episodes, keep), packs["solver"], keep)
                 state["solver"], values = solver_update(state["solver"], batch, advantage_B)
                 values = jax.device_get(values)
             record = records.solver_metrics(chosen, episodes, outcomes, reward_B, values)
@@ -479,7 +483,7 @@ def _kept_if_not_finite(workdir: Workdir, batch: Any) -> Iterator[None]:
         yield
     except NonFiniteError:
         leaves = jax.tree_util.tree_leaves_with_path(batch)
-        named = {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
+        named: dict[str, Any] = {jax.tree_util.keystr(p): np.asarray(x) for p, x in leaves}
         np.savez(workdir.path / "not_finite.npz", **named)
         raise
 
