@@ -373,9 +373,8 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
             if c.control.shuffle_rewards:
                 reward_B = rng("shuffle").permutation(reward_B)
             advantage_B = np.asarray(grpo(reward_B, np.repeat(np.arange(per_step), group)))
-            keep = np.flatnonzero(
-                advantage_B
-            ).tolist()  # a group without contrast carries no gradient
+            # A group without contrast carries no gradient.
+            keep = np.flatnonzero(advantage_B).tolist()
             values = {}
             if len(keep):
                 batch = pack(_sampled_items(episodes, keep), packs["solver"], keep)
