@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from tiny_world import tiny_world
 
+from zest_jax.errors import UserError
 from zest_jax.tasks.atlas import load_atlas
 from zest_jax.tasks.proposals import answer_in_source, draw_chains, judge, tasks_of
 from zest_jax.tasks.types import Chain
@@ -126,3 +127,15 @@ def test_chains_are_drawn_in_equal_shares_and_mixed():
     assert chains == draw_chains(atlas, 31, 3, np.random.default_rng(0))
     assert chains != draw_chains(atlas, 31, 3, np.random.default_rng(1))
     assert {c.hops for c in draw_chains(atlas, 5, 1, np.random.default_rng(0))} == {1}
+
+
+def test_chains_that_do_not_fit_are_replaced_by_others():
+    atlas = load_atlas()
+    rng = np.random.default_rng(4)
+    odd = lambda chain: chain.entities[0] % 2 == 1  # noqa: E731
+    chains = draw_chains(atlas, 30, 3, rng, odd)
+    assert [sum(c.hops == h for c in chains) for h in (1, 2, 3)] == [10, 10, 10]
+    assert all(odd(c) for c in chains)
+    assert len({c.id for c in chains}) == 30
+    with pytest.raises(UserError, match="proposer.prompt_length"):
+        draw_chains(atlas, 30, 3, rng, lambda chain: False)

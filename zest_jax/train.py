@@ -248,6 +248,10 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
         prompt = solver_sampler.protocol.prompt.format(question=question)
         return len(parts.encode([prompt])[0]) <= c.solver.prompt_length
 
+    def chain_fits(chain: Chain) -> bool:
+        prompt = scripts.proposer_prompt(chain, atlas)
+        return len(parts.encode([prompt])[0]) <= c.proposer.prompt_length
+
     def propose(
         chains: Sequence[Chain], name: str
     ) -> tuple[Trajectories, list[proposals.Proposal]]:
@@ -275,7 +279,9 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
     def proposer_phase(phase: assembly.Phase, bar: Any) -> None:
         while host["phase_step"] < phase.steps:
             count = c.proposer.chains_per_step
-            chains = proposals.draw_chains(atlas, count, c.world.max_hops, rng("chains"))
+            chains = proposals.draw_chains(
+                atlas, count, c.world.max_hops, rng("chains"), chain_fits
+            )
             episodes, proposed = propose(chains, "propose")
             contexts, owners, valid_BC = proposals.context_items(
                 proposed, one_shot(proposed), atlas, solver_sampler.protocol, parts.encode, columns
@@ -320,7 +326,7 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
         if host["phase_step"] > 0:  # generated before the phase began
             return list(read_tasks(path))
         chains = proposals.draw_chains(
-            atlas, c.schedule.max_chains, c.world.max_hops, rng("generation")
+            atlas, c.schedule.max_chains, c.world.max_hops, rng("generation"), chain_fits
         )
         _, proposed = propose(chains, "generation")
         tasks, duplicates = proposals.tasks_of(proposed, atlas, phase.iteration, c.schedule.tasks)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from zest_jax.errors import UserError
 from zest_jax.learning.packing import Item
 from zest_jax.rewards.information_gain import FULL, HOP_1, NONE, ONE_SHOT, SOURCE
 from zest_jax.rollout.protocols import Protocol
@@ -39,12 +40,41 @@ class Proposal:
     gate: GateResult
 
 
-def draw_chains(atlas: Atlas, count: int, max_hops: int, rng: np.random.Generator) -> list[Chain]:
-    """Training chains, 1 to `max_hops` hops in equal shares, in mixed order."""
+def draw_chains(
+    atlas: Atlas,
+    count: int,
+    max_hops: int,
+    rng: np.random.Generator,
+    fits: Callable[[Chain], bool] = lambda chain: True,
+) -> list[Chain]:
+    """Training chains, 1 to `max_hops` hops in equal shares, in mixed order.
+
+    Args:
+      atlas: the world.
+      count: how many.
+      max_hops: longest chain.
+      rng: the only source of chance.
+      fits: whether a chain's prompt is short enough for the proposer; others are drawn instead of
+        those that are not.
+
+    Raises:
+      UserError: the world has too few chains, or too few that fit.
+    """
     chains: list[Chain] = []
     for hops in range(1, max_hops + 1):
         share = count * hops // max_hops - count * (hops - 1) // max_hops
-        chains += atlas.sample_chains(hops, share, rng, split="train")
+        found = {c.id: c for c in atlas.sample_chains(hops, share, rng, split="train") if fits(c)}
+        for _ in range(8):
+            if len(found) >= share:
+                break
+            more = atlas.sample_chains(hops, 2 * (share - len(found)), rng, split="train")
+            found |= {c.id: c for c in more if fits(c)}
+        if len(found) < share:
+            raise UserError(
+                f"hardly a chain of {hops} hops fits proposer.prompt_length; raise it, lower "
+                "world.max_hops or shorten the passages."
+            )
+        chains += list(found.values())[:share]
     return [chains[i] for i in rng.permutation(len(chains))]
 
 
