@@ -253,7 +253,7 @@ CORRECTED = {
             wrote(2, ANSWER, CD, _ANSWER),
         ],
         Finish.ANSWERED,
-        answer=(16, 17),
+        answer=(15, 16),
     ),
     "never an action": Episode(
         [
