@@ -166,6 +166,12 @@ class Engine:
     correction_ids: tuple[int, ...] = ()
 
     def __post_init__(self):
+        longest = max(map(len, self.protocol.closing))
+        if longest > _TAG_WINDOW:
+            raise ValueError(
+                f"a closing tag of protocol {self.protocol.name} has {longest} bytes, more than the "
+                f"{_TAG_WINDOW} tokens that are looked back for its start"
+            )
         if len(self.correction_ids) > self.spec.observation_length:
             raise ValueError(
                 f"the correction has {len(self.correction_ids)} tokens, more than "
