@@ -169,8 +169,8 @@ class Engine:
         longest = max(map(len, self.protocol.closing))
         if longest > _TAG_WINDOW:
             raise ValueError(
-                f"a closing tag of protocol {self.protocol.name} has {longest} bytes, more than the "
-                f"{_TAG_WINDOW} tokens that are looked back for its start"
+                f"a closing tag of protocol {self.protocol.name} has {longest} bytes, more than "
+                f"the {_TAG_WINDOW} tokens that are looked back for its start"
             )
         if len(self.correction_ids) > self.spec.observation_length:
             raise ValueError(
