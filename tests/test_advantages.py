@@ -1,4 +1,4 @@
-"""Group advantages: hand-worked values (METHODS 8), masks, keys, and one trace for all."""
+"""Group advantages: hand-worked values, masks, keys, and one trace for all."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Every reward with numbers worked by hand (METHODS 8 where it lists them)."""
+"""Every reward with numbers worked by hand (published ones where there are any)."""
 
 import math
 

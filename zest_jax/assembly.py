@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import transformers
 
+from zest_jax import preflight
 from zest_jax.errors import UserError
 from zest_jax.learning.packing import PackSpec
 from zest_jax.learning.updates import UpdateSpec
@@ -18,15 +19,12 @@ from zest_jax.models import PolicyConfig, init_params
 from zest_jax.models.hf import load_pretrained
 from zest_jax.models.policy import Params
 from zest_jax.retrieval import Retriever
-from zest_jax.rewards.information_gain import SHORTCUTS
 from zest_jax.rollout.engine import RolloutSpec
 from zest_jax.rollout.protocols import PROTOCOLS, Protocol
 from zest_jax.rollout.sampler import Sampler
 from zest_jax.tasks.atlas import Atlas, load_atlas
 from zest_jax.tasks.cloning import Mix
 from zest_jax.tracing import TraceCounter
-
-METHODS = ("dr_free",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +59,7 @@ def build(config: Any, traces: TraceCounter) -> Parts:
     Raises:
       UserError: a folder, a file of the world, a protocol or a length does not fit.
     """
-    check(config)
+    preflight.check_fields(config)
     atlas = load_atlas(config.world.folder or None)
     needed = {
         "heldout": (config.schedule.iterations, atlas.heldout_tasks),
@@ -76,10 +74,10 @@ def build(config: Any, traces: TraceCounter) -> Parts:
     if config.policy.folder:
         folder = policy_folder(config.policy.folder)
         policy, params = load_pretrained(folder, dtype=config.policy.dtype)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        tokenizer = read_tokenizer(folder)
         origin = config.policy.folder
     else:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(atlas.tokenizer_folder)
+        tokenizer = read_tokenizer(atlas.tokenizer_folder)
         policy = PolicyConfig(
             vocab_size=len(tokenizer),
             width=config.policy.width,
@@ -101,13 +99,14 @@ def build(config: Any, traces: TraceCounter) -> Parts:
 
     s, p, r = config.solver, config.proposer, config.retrieval
     solver_protocol, proposer_protocol = protocol(s.protocol), protocol(p.protocol)
-    shown = encode([solver_protocol.show([(p.title, p.text)]) for p in atlas.passages])
+    shown = encode([solver_protocol.show([(p.title, p.text)] * r.top_k) for p in atlas.passages])
     longest = max(range(len(shown)), key=lambda n: len(shown[n]))
     if len(shown[longest]) > s.observation_length:
         raise UserError(
             f"{atlas.folder / 'passages.jsonl'}: passage {atlas.passages[longest].id} has "
-            f"{len(shown[longest])} tokens with its tags, more than solver.observation_length="
-            f"{s.observation_length}; raise it or shorten the passage."
+            f"{len(shown[longest])} tokens with its tags, shown {r.top_k} at a time, more than "
+            f"solver.observation_length={s.observation_length}; raise it, lower retrieval.top_k or "
+            "shorten the passage."
         )
     retriever = Retriever.build(
         tokenizer,
@@ -153,54 +152,25 @@ def build(config: Any, traces: TraceCounter) -> Parts:
     )
 
 
-def check(config: Any) -> None:
-    """Refuses values that no part could work with, before anything is built.
-
-    Raises:
-      UserError: the first field that is off, and what it may be.
-    """
-    choices = {
-        "method": (config.method, METHODS),
-        "policy.dtype": (config.policy.dtype, ("float32", "bfloat16")),
-        "reward.squash": (config.reward.squash, ("a", "b")),
-        "training.remat": (config.training.remat, ("none", "dots", "full")),
-    }
-    for field, (value, known) in choices.items():
-        if value not in known:
-            raise UserError(f"config field {field} is one of {', '.join(known)}, not {value!r}.")
-    left_out = set(config.reward.without)
-    if left_out - set(SHORTCUTS) or left_out == set(SHORTCUTS):
-        raise UserError(
-            f"config field reward.without names some of {', '.join(SHORTCUTS)}, and not all."
-        )
-    least = {
-        "solver.group_size": 2,  # a group of one has nothing to be compared with
-        "solver.tasks_per_step": 1,
-        "solver.slots": 1,
-        "solver.searches": 1,
-        "proposer.slots": 1,
-        "proposer.chains_per_step": 2,
-        "retrieval.top_k": 1,
-        "world.max_hops": 1,
-        "schedule.tasks": config.solver.tasks_per_step,
-        "schedule.max_chains": config.world.max_hops,
-        "checkpoint.every": 1,
-        "checkpoint.keep": 1,
-        "training.rows": 1,
-        "log.rollouts_every": 1,
-    }
-    for field, low in least.items():
-        group, name = field.split(".")
-        if config[group][name] < low:
-            raise UserError(
-                f"config field {field} must be at least {low}, got {config[group][name]}."
-            )
-
-
 def policy_folder(name: str) -> str:
     """A folder as given, or a policy that ships with the package under that name."""
     shipped = Path(str(files("zest_jax") / "assets" / name))
     return str(shipped) if "/" not in name and shipped.is_dir() else name
+
+
+def read_tokenizer(folder: str | Path) -> Any:
+    """The tokenizer of a Hugging Face folder or hub id.
+
+    Raises:
+      UserError: there is none, or its files cannot be read.
+    """
+    try:
+        return transformers.AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # whatever the library makes of a missing or broken file
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        raise UserError(
+            f"{folder}: no tokenizer can be read there ({type(error).__name__}: {reason[:120]})."
+        ) from error
 
 
 def protocol(name: str) -> Protocol:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import errno
 import inspect
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -78,6 +79,7 @@ def program(
     """
 
     def entry(argv: Sequence[str] | None = None) -> int:
+        as_program = argv is None
         argv = list(sys.argv if argv is None else argv)
         try:
             if any(arg in ("--help", "-help", "-h", "--helpfull") for arg in argv[1:]):
@@ -103,6 +105,11 @@ def program(
                 traceback.print_exc()
             else:
                 print(f"zest_jax: {sentence}", file=sys.stderr, flush=True)
+            if code == EXIT_INTERRUPTED and as_program:
+                # A compiled step may still be running in a thread of its own, and dies with a
+                # segmentation fault if the interpreter is taken down around it.
+                sys.stdout.flush()
+                os._exit(code)
             return code
 
     return entry

@@ -25,6 +25,8 @@ from zest_jax.tracing import TraceCounter
 def main(config: Any, workdir: str | None, values: flags.FlagValues) -> None:
     if (config is None) == (workdir is None):
         raise UserError("say whose solver is asked: either --workdir=RUN or --config=FILE.")
+    if values.out and Path(values.out).is_dir():
+        raise UserError(f"{values.out} is a folder; name a file to write to.")
     if workdir is not None:
         parts, params, step = export.load_role(workdir, "solver")
         who = f"{workdir}, step {step}"

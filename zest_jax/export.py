@@ -53,12 +53,16 @@ def export(workdir_path: str, role: str, out: str, dtype: str = "float32") -> in
     Raises:
       UserError: see `load_role`.
     """
+    if Path(out).exists() and not Path(out).is_dir():
+        raise UserError(f"{out} is a file; name a folder to write to.")
     parts, params, step = load_role(workdir_path, role)
     save_pretrained(parts.policy, jax.device_get(params), out, parts.tokenizer, dtype=dtype)
     return step
 
 
 def main(config: Any, workdir: str, values: flags.FlagValues) -> None:
+    if config is not None:
+        raise UserError("an export takes the run's own config; leave --config out.")
     if not values.out:
         raise UserError("no folder is given; say where to write: --out=my-solver.")
     step = export(workdir, values.role, values.out, values.dtype)

@@ -1,6 +1,6 @@
 """Comparing answers, and reading tagged text. Plain strings in, plain values out.
 
-Sources: the answer rules are SQuAD's (Rajpurkar et al., 2016) as Search-R1 uses them (METHODS 5.2).
+Sources: the answer rules are SQuAD's (Rajpurkar et al., 2016) as Search-R1 uses them.
 """
 
 import functools

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zest_jax import assembly, cli, evaluation, records
+from zest_jax import assembly, cli, evaluation, preflight, records
 from zest_jax import workdir as workdir_lib
 from zest_jax.checkpoint import Checkpoints
 from zest_jax.config import config_hash
@@ -72,6 +72,7 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
     # World, policy, retriever, samplers
     # ------------------------------------------------------------------------------------------
     parts = assembly.build(c, traces)
+    preflight.check_world(c, parts)
     atlas, policy = parts.atlas, parts.policy
     solver_sampler, proposer_sampler = parts.solver_sampler, parts.proposer_sampler
     size = sum(x.size for x in jax.tree.leaves(parts.params))
@@ -88,6 +89,10 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
     packs = assembly.pack_specs(c)
     columns = len(context_names(c.world.max_hops))
     without = tuple(c.reward.without)
+    imitated: list[Item] = []
+    if c.warm_start.steps and c.warm_start.file:
+        imitated = cloning.episode_items(cloning.read_trajectories(c.warm_start.file), parts.encode)
+        cloning.check_lengths(imitated, packs["warm_start"].length, c.warm_start.file)
 
     def dr_free(loglik_BC: jax.Array, batch: ProposalBatch) -> dict[str, jax.Array]:
         gain_B = information_gain(loglik_BC, batch.hops_B, batch.valid_BC, without=without)
@@ -127,11 +132,12 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
     phases = assembly.phases(c)
     state = assembly.initial_state(c, parts.params)
     host: dict[str, Any] = {"saves": 0, "phase": 0, "phase_step": 0, "step": 0}
-    host |= {"records": 0, "seconds": {}}
+    host |= {"records": 0, "retraces": 0, "seconds": {}}
     checkpoints = Checkpoints(workdir.checkpoints, c.checkpoint.keep)
     if checkpoints.latest is not None:
         _, state, host = checkpoints.restore(state)
         say(f"resumed at step {host['step']}")
+    retraces_before = host["retraces"]
     watch = Stopwatch(host["seconds"])
     watch.add("start", time.perf_counter() - begun)
     resumed = checkpoints.latest is not None
@@ -150,6 +156,7 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
             # Numbered by save, not by step: the end of a phase changes the state without a step.
             host["saves"] += 1
             host.update(records=metrics.count, seconds=watch.seconds)
+            host["retraces"] = retraces_before + traces.retraces
             metrics.sync()
             checkpoints.save(host["saves"], state, host)
 
@@ -211,15 +218,11 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
     # ------------------------------------------------------------------------------------------
     def warm_start(phase: assembly.Phase, bar: Any) -> None:
         w = c.warm_start
-        read: list[Item] = []
-        if w.file:
-            read = cloning.episode_items(cloning.read_trajectories(w.file), parts.encode)
-            cloning.check_lengths(read, packs["warm_start"].length, w.file)
         while host["phase_step"] < phase.steps:
             step = host["phase_step"]
-            if read:
-                chosen = rng("warm start").integers(len(read), size=w.sequences)
-                items = [read[i] for i in chosen]
+            if imitated:
+                chosen = rng("warm start").integers(len(imitated), size=w.sequences)
+                items = [imitated[i] for i in chosen]
             else:
                 mix = assembly.mix(c, clean=step < w.clean_steps)
                 scripted = cloning.scripted_episodes(atlas, mix, w.sequences, rng("warm start"))
@@ -455,7 +458,7 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
                 "wall_seconds": watch.seconds,
                 "seconds_of_this_start": time.perf_counter() - begun,
                 "device": device,
-                "retraces": traces.retraces,
+                "retraces": retraces_before + traces.retraces,
                 "traces": traces.traces,
                 "config_hash": config_hash(c),
                 "parameters": size,

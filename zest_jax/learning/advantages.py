@@ -77,8 +77,8 @@ def group_advantages(
     Returns:
         Advantages, without gradient.
 
-    Source: GRPO, Shao et al. 2024; HRPO, Dr. Zero (METHODS 4.3) and Dr. Free (METHODS 2.6);
-    scale after normalisation, EviBack (METHODS 3.4).
+    Source: GRPO, Shao et al. 2024; HRPO, Dr. Zero and Dr. Free;
+    scale after normalisation, EviBack.
     """
     if reward_B.ndim != 1 or group_B.shape != reward_B.shape:
         raise ValueError(f"expected two [B] arrays, got {reward_B.shape} and {group_B.shape}")

@@ -44,7 +44,7 @@ def sequence_log_likelihood(
 ) -> jax.Array:
     """Length-normalised log-likelihood of every sequence's targets, in nats per token.
 
-    l(A | q, c) = (1 / |A|) * sum_t log pi(a_t | q, c, a_<t)    (Dr. Free; METHODS 2.3)
+    l(A | q, c) = (1 / |A|) * sum_t log pi(a_t | q, c, a_<t)    (Dr. Free)
 
     Args:
       config: shape of the policy (the frozen anchor).

@@ -146,7 +146,7 @@ def kl_penalty(
         normaliser: number of loss tokens of the whole optimiser step.
         kind: the estimator.
 
-    Source: Schulman, "Approximating KL divergence", 2020; caps as in Search-R1 (METHODS 5.3).
+    Source: Schulman, "Approximating KL divergence", 2020; caps as in Search-R1.
     """
     _same_shape(logp_new_BL, logp_reference_BL)
     delta_BL = -_log_ratio(logp_new_BL, jax.lax.stop_gradient(logp_reference_BL), mask_BL)

@@ -3,8 +3,7 @@
 Every curve reads correctness ``y`` (never a shaped reward) and works on numbers or numpy arrays.
 p or acc is the share of right answers among n solver rollouts, k their count.
 
-Whichever curve is chosen, rejected or malformed proposals get 0, not a negative value
-(METHODS 6.8, 7.5).
+Whichever curve is chosen, rejected or malformed proposals get 0, not a negative value.
 """
 
 import numpy as np
@@ -14,7 +13,7 @@ Values = float | int | Float[np.ndarray, "..."] | np.ndarray
 
 
 def dr_zero(k: Values, n: int) -> np.ndarray:
-    """``1[0 < k < n] (n - k) / (n - 1)``: best at exactly one right answer (METHODS 4.2)."""
+    """``1[0 < k < n] (n - k) / (n - 1)``: best at exactly one right answer."""
     if n < 2:
         raise ValueError(f"Dr. Zero's difficulty needs at least 2 rollouts, got {n}")
     k = np.asarray(k, np.float64)
@@ -22,7 +21,7 @@ def dr_zero(k: Values, n: int) -> np.ndarray:
 
 
 def intermediate(acc: Values) -> np.ndarray:
-    """``4 acc (1 - acc)``: 1 at half right, 0 at none and all (ZEST-Search, METHODS 1.2)."""
+    """``4 acc (1 - acc)``: 1 at half right, 0 at none and all (ZEST-Search)."""
     acc = np.asarray(acc, np.float64)
     return 4.0 * acc * (1.0 - acc)
 
@@ -33,19 +32,19 @@ def failure(acc: Values) -> np.ndarray:
 
 
 def solvable_failure(acc: Values) -> np.ndarray:
-    """``1 - acc`` if ``acc > 0`` else 0 (Absolute Zero, METHODS 6.3)."""
+    """``1 - acc`` if ``acc > 0`` else 0 (Absolute Zero)."""
     acc = np.asarray(acc, np.float64)
     return np.where(acc > 0, 1.0 - acc, 0.0)
 
 
 def uncertainty(p: Values) -> np.ndarray:
-    """``min(p, 1 - p)``, at most 1/2 (R-Zero's code, METHODS 6.2)."""
+    """``min(p, 1 - p)``, at most 1/2 (R-Zero's code)."""
     p = np.asarray(p, np.float64)
     return np.minimum(p, 1.0 - p)
 
 
 def spice(p: Values) -> np.ndarray:
-    """``exp(-(p(1-p) - 0.25)^2 / (2 * 0.01))`` (SPICE, METHODS 6.8).
+    """``exp(-(p(1-p) - 0.25)^2 / (2 * 0.01))`` (SPICE).
 
     A Gaussian in the variance p(1-p) around its largest value 1/4. At p = 0 and 1 it is 0.044,
     not 0.
@@ -55,7 +54,7 @@ def spice(p: Values) -> np.ndarray:
 
 
 def moving_bell(acc: Values, target: float, sigma: float = 0.15) -> np.ndarray:
-    """``exp(-(acc - t)^2 / (2 sigma^2))``: wanted success rate t (CoEvoKG, METHODS 6.6)."""
+    """``exp(-(acc - t)^2 / (2 sigma^2))``: wanted success rate t (CoEvoKG)."""
     acc = np.asarray(acc, np.float64)
     return np.exp(-((acc - target) ** 2) / (2.0 * sigma**2))
 
@@ -69,7 +68,7 @@ def bell_target(progress: float, start: float = 0.7, end: float = 0.2) -> float:
 
 
 def depth(fewest_searches: Values, cap: int = 10, floor: float = 0.2) -> np.ndarray:
-    """``0.2 + 0.8 min(h_min / 10, 1)`` (SearchMaster's r_sdr, METHODS 6.7).
+    """``0.2 + 0.8 min(h_min / 10, 1)`` (SearchMaster's r_sdr).
 
     Args:
         fewest_searches: h_min, fewest searches among the *correct* rollouts; defined for mixed

@@ -39,7 +39,7 @@ def fallback_scores(
     gamma: float = 0.1,
     lam: float = 0.1,
 ) -> FallbackScores:
-    r"""Scores and advantage scale of a group (EviBack, METHODS 3.2-3.4).
+    r"""Scores and advantage scale of a group (EviBack).
 
     Some rollout right: ``score = EM``, scale 1. Nobody right:
 

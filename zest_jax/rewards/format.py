@@ -1,8 +1,7 @@
 """Format scores: Search-R1's for the solver, Dr. Free's and Dr. Zero's for the proposer.
 
 They are graded, so that a policy which gets only some of the form right feels the way to the rest,
-and never negative: a penalty for malformed proposals can drive the share of valid ones to zero
-(METHODS 7.5).
+and never negative: a penalty for malformed proposals can drive the share of valid ones to zero.
 """
 
 import dataclasses
@@ -11,7 +10,7 @@ from collections.abc import Sequence
 
 from zest_jax import text
 
-# ------------------------------------------------------------------ Search-R1 (METHODS 5.2)
+# ------------------------------------------------------------------ Search-R1
 
 SEARCH_R1_TAGS = ("think", "search", "information", "answer")
 
@@ -98,7 +97,7 @@ def search_r1_reward(
     return answer_score if answered else 0.0
 
 
-# ------------------------------------------------------------------ Dr. Free (METHODS 2.5)
+# ------------------------------------------------------------------ Dr. Free
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +150,7 @@ def _filled(block: str | None) -> bool:
     return bool(block and block.strip())
 
 
-# ------------------------------------------------------------------ Dr. Zero (METHODS 4.2)
+# ------------------------------------------------------------------ Dr. Zero
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,7 +189,8 @@ def dr_zero_format(
     """Dr. Zero's format score as its code computes it, weaknesses included.
 
     Kept for reproduction: the substring tests know no word boundaries, and a "three-hop" question
-    without any search loses only a quarter (METHODS 4.2 tells what came of it).
+    without any search loses only a quarter (nearly all of its multi-hop questions were then
+    written so).
 
     Args:
         question, answer: last question and answer of the proposal; None where there is none.

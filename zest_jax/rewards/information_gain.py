@@ -16,7 +16,7 @@ ONE_SHOT   one retrieval with q          one search suffices
 HOP_1+k-1  the passage of hop k alone    no composition is needed
 =========  ============================  =====================================
 
-Source: Dr. Free (METHODS 2.3-2.5). Its displayed equations were not readable; what is reconstructed
+Source: Dr. Free. Its displayed equations were not readable; what is reconstructed
 is said where it stands.
 """
 

@@ -2,8 +2,8 @@
 
 Shape letters: G group (rollouts of one question).
 
-``y`` is kept apart from any shaped reward ``r``: difficulty, group kinds and pass rates read y only
-(METHODS 7.4), since a shaped reward would count partial credit as success.
+``y`` is kept apart from any shaped reward ``r``: difficulty, group kinds and pass rates read y
+only, since a shaped reward would count partial credit as success.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ class Outcome:
 
 
 def outcome(predictions: Sequence[str | None], golds: Sequence[str]) -> Outcome:
-    """Scores a group of answers to one question (METHODS 5.2).
+    """Scores a group of answers to one question.
 
     Args:
         predictions: text inside the last answer tag of each rollout; None where there is none.

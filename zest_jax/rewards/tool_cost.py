@@ -6,8 +6,8 @@ Shape letters: G group (rollouts of one question).
 which any rollout of the question was right, so that needed searches cost nothing. A wrong answer
 gets 0 in every form.
 
-Source: ZEST-Search names the idea and sweeps a coefficient; its formula is not published
-(METHODS 1.3). T1-T3 are forms that fit the description.
+Source: ZEST-Search names the idea and sweeps a coefficient; its formula is not published.
+T1-T3 are forms that fit the description.
 
 Note on group normalisation: in a group where all are right, dividing by the standard deviation
 takes the coefficient out again. It then acts in mixed groups only, unless the advantage is taken
@@ -50,7 +50,7 @@ def tool_aware_reward(
         y_G: correctness, 0 or 1.
         searches_G: searches m of each rollout.
         form: T1 spreads the cost over the group, T2 over a fixed number K of extra searches, T3 is
-            OTC-GRPO's product; its f is recalled from the paper and not verified (METHODS 1.3).
+            OTC-GRPO's product; its f is recalled from the paper and not verified.
         cost: coefficient c. T1 and T2: largest share of the reward that searches can cost, in
             [0, 1). T3: smoothing constant > 0, larger is milder.
         most: M of T1. None: the most searches among the *right* rollouts of the group, so that

@@ -44,7 +44,7 @@ def waypoint_reward(
         texts: queries and tool results of the trajectory; not the solver's own musings.
         alpha: most that a wrong answer can earn, < 1.
 
-    Source: KG Paths (METHODS 6.5); coefficient and matching rule are not published, these are ours.
+    Source: KG Paths; coefficient and matching rule are not published, these are ours.
     """
     if not 0.0 <= alpha < 1.0:
         raise ValueError(f"alpha must lie in [0, 1), got {alpha}")

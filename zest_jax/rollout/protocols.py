@@ -52,7 +52,7 @@ class Protocol:
         return next((i + 1 for i, (_, e) in enumerate(self.actions) if e == effect), 0)
 
 
-# Search-R1 (arXiv 2503.09516): one user turn; METHODS 5.1 of the paper digest.
+# Search-R1 (arXiv 2503.09516): one user turn.
 SEARCH_R1 = Protocol(
     name="search_r1",
     prompt=(

@@ -1,6 +1,6 @@
 """Chains for the proposer: random walks through a knowledge graph, and Dr. Free's three filters.
 
-A chain is ``C = (e0, r1, e1, ..., rh, eh)`` (METHODS 2.2). It is kept when
+A chain is ``C = (e0, r1, e1, ..., rh, eh)``. It is kept when
 
 (a) `acyclic`: no entity comes twice;
 (b) `unambiguous`: every relation maps its head to one (or almost one) tail, and no entity bears a

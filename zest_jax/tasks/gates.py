@@ -4,7 +4,7 @@ Host functions over text. Every gate answers with a ``Verdict``: passed or not, 
 that is counted in the metrics, so that a run shows *why* proposals fall.
 
 A gate that cannot decide refuses: one that lets pass what it failed to check was a flaw of earlier
-systems (METHODS 7.5).
+systems.
 """
 
 import dataclasses
@@ -112,7 +112,7 @@ def question_length(
     min_characters: int = 10,
     max_characters: int = 1000,
 ) -> Verdict:
-    """Gate: the question is neither a stub nor an essay (limits inclusive; METHODS 4.5, 6.1)."""
+    """Gate: the question is neither a stub nor an essay (limits inclusive)."""
     words, characters = len(question.split()), len(question.strip())
     if words < min_words or characters < min_characters:
         return Verdict(False, "question too short")
@@ -122,7 +122,7 @@ def question_length(
 
 
 def answer_length(answer: str, *, max_words: int = 10) -> Verdict:
-    """Gate: the answer is a name, not a paragraph (METHODS 4.2)."""
+    """Gate: the answer is a name, not a paragraph."""
     words = len(text.normalize_answer(answer).split())
     if words == 0:
         return Verdict(False, "answer blank")
@@ -130,7 +130,7 @@ def answer_length(answer: str, *, max_words: int = 10) -> Verdict:
 
 
 def grounded(answers: Sequence[str], passages: Sequence[str], hops: int) -> Verdict:
-    """Gate: the answer stands in an admissible supporting passage of the chain (METHODS 2.5).
+    """Gate: the answer stands in an admissible supporting passage of the chain.
 
     One hop: any passage of the chain, the seed's own included. Several hops: at least one that is
     not the seed's, since a question which the seed alone supports needs no second hop. Normalised
@@ -176,7 +176,7 @@ class GateResult:
 def gate_dr_free(
     parsed: ParsedProposal, answers: Sequence[str], passages: Sequence[str], hops: int
 ) -> GateResult:
-    """Format score and grounding of a proposal for a chain (Dr. Free, METHODS 2.5).
+    """Format score and grounding of a proposal for a chain (Dr. Free).
 
     Grounding is a property of the chain's answer, checked whether or not the proposal gives it:
     the two are reported apart.

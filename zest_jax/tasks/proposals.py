@@ -112,7 +112,7 @@ def context_texts(
     """The passages of each context column of a proposal, as the policy reads them.
 
     One hop: with what one retrieval brings, and without anything. Several: the whole chain;
-    nothing; the source's passage; one retrieval; the passage of e_k for each hop k (METHODS 2.4).
+    nothing; the source's passage; one retrieval; the passage of e_k for each hop k.
     """
     if proposal.chain.hops == 1:
         return {ONE_SHOT: one_shot, NONE: ""}

@@ -170,7 +170,7 @@ def reading_script(
 ) -> list[Segment]:
     """The question, the chain's passages in one go, and the answer; only the answer is trained.
 
-    It teaches what likelihood scoring measures (METHODS 2.3): the answer's probability given
+    It teaches what likelihood scoring measures: the answer's probability given
     passages. So that "the title of the last passage" is no way to the answer, half of the scripts
     leave out the answer's own passage, and half shuffle the passages.
     """

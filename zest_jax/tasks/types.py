@@ -1,7 +1,7 @@
 """The records that tasks are made of, and their line formats.
 
 A *task* is a question with its answers, a *passage* a piece of text to retrieve, a *chain* a walk
-through a knowledge graph (METHODS 2.2). Tasks and passages travel as JSON lines under the field
+through a knowledge graph. Tasks and passages travel as JSON lines under the field
 names of FlashRAG's data sets, so that files made elsewhere can be read as they are.
 """
 
@@ -58,7 +58,7 @@ class Passage:
 
 @dataclass(frozen=True)
 class Chain:
-    """A walk ``C = (e0, r1, e1, ..., rh, eh)`` (METHODS 2.2); numbers are rows of the graph.
+    """A walk ``C = (e0, r1, e1, ..., rh, eh)``; numbers are rows of the graph.
 
     Attributes:
       id: e.g. ``"Q142|P36|Q90"``, unique for the walk.

@@ -1,0 +1,127 @@
+"""What is refused before a run begins, while its workdir is still free for another config."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from zest_jax.errors import UserError
+from zest_jax.rewards.information_gain import SHORTCUTS
+
+if TYPE_CHECKING:
+    from zest_jax.assembly import Parts
+
+METHODS = ("dr_free",)
+
+
+def check_fields(config: Any) -> None:
+    """Refuses values that no part could work with, before anything is built.
+
+    Raises:
+      UserError: the first field that is off, and what it may be.
+    """
+    choices = {
+        "method": (config.method, METHODS),
+        "policy.dtype": (config.policy.dtype, ("float32", "bfloat16")),
+        "reward.squash": (config.reward.squash, ("a", "b")),
+        "training.remat": (config.training.remat, ("none", "dots", "full")),
+    }
+    for field, (value, known) in choices.items():
+        if value not in known:
+            raise UserError(f"config field {field} is one of {', '.join(known)}, not {value!r}.")
+    left_out = set(config.reward.without)
+    if left_out - set(SHORTCUTS) or left_out == set(SHORTCUTS):
+        raise UserError(
+            f"config field reward.without names some of {', '.join(SHORTCUTS)}, and not all."
+        )
+    least = {
+        "seed": 0,
+        "policy.width": 1,
+        "policy.layers": 1,
+        "policy.heads": 1,
+        "policy.kv_heads": 1,
+        "policy.head_dim": 2,
+        "policy.mlp_width": 1,
+        "warm_start.steps": 0,
+        "warm_start.sequences": 1,
+        "warm_start.stop_every": 1,
+        "retrieval.dimension": 0,
+        "retrieval.query_length": 1,
+        "solver.group_size": 2,  # a group of one has nothing to be compared with
+        "solver.prompt_length": 1,
+        "solver.action_length": 4,
+        "proposer.prompt_length": 1,
+        "proposer.action_length": 4,
+        "schedule.iterations": 0,
+        "schedule.proposer_steps": 0,
+        "schedule.solver_steps": 0,
+        "evaluation.draws": 100,
+        "solver.tasks_per_step": 1,
+        "solver.slots": 1,
+        "solver.searches": 1,
+        "proposer.slots": 1,
+        "proposer.chains_per_step": 2,
+        "retrieval.top_k": 1,
+        "world.max_hops": 1,
+        "schedule.tasks": config.solver.tasks_per_step,
+        "schedule.max_chains": config.world.max_hops,
+        "checkpoint.every": 1,
+        "checkpoint.keep": 1,
+        "training.rows": 1,
+        "log.rollouts_every": 1,
+    }
+    for field, low in least.items():
+        *groups, name = field.split(".")
+        value = config[groups[0]][name] if groups else config[name]
+        if value < low:
+            raise UserError(f"config field {field} must be at least {low}, got {value}.")
+    for role in ("solver", "proposer"):
+        if config[role].temperature <= 0:
+            raise UserError(
+                f"config field {role}.temperature must be above 0: rollouts that are all alike "
+                "teach nothing."
+            )
+    heads, kv_heads, head_dim = config.policy.heads, config.policy.kv_heads, config.policy.head_dim
+    if heads % kv_heads or head_dim % 2:
+        raise UserError(
+            f"config field policy.heads={heads} must be a multiple of policy.kv_heads={kv_heads}, "
+            f"and policy.head_dim={head_dim} even."
+        )
+
+
+def check_world(config: Any, parts: Parts) -> None:
+    """Finds what would stop a run later, before its workdir belongs to the config.
+
+    Raises:
+      UserError: a question that does not fit the solver's prompt, or fewer chains than are drawn.
+    """
+    limit, template = config.solver.prompt_length, parts.solver_sampler.protocol.prompt
+    asked = {
+        "heldout.jsonl": parts.atlas.heldout_tasks if config.schedule.iterations else (),
+        "validation.jsonl": parts.atlas.validation_tasks if config.warm_start.steps else (),
+    }
+    for name, tasks in asked.items():
+        prompts = parts.encode([template.format(question=task.question) for task in tasks])
+        for task, ids in zip(tasks, prompts, strict=True):
+            if len(ids) > limit:
+                raise UserError(
+                    f"{parts.atlas.folder / name}: question {task.id} has {len(ids)} tokens with "
+                    f"its prompt, more than solver.prompt_length={limit}; raise it or shorten the "
+                    "question."
+                )
+    drawn = {
+        "schedule.max_chains": config.schedule.max_chains,
+        "proposer.chains_per_step": config.proposer.chains_per_step,
+    }
+    for hops in range(1, config.world.max_hops + 1) if config.schedule.iterations else ():
+        try:
+            there = parts.atlas.count_chains(hops)
+        except ValueError:
+            continue  # too many to be listed: enough
+        for field, count in drawn.items():
+            share = -(-count // config.world.max_hops)
+            if there < share:
+                raise UserError(
+                    f"{parts.atlas.folder} has {there} training chains of {hops} hop(s), but "
+                    f"{field}={count} draws {share} of each length; lower it, lower "
+                    "world.max_hops, or add facts."
+                )
