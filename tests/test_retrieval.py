@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from zest_jax.errors import UserError
 from zest_jax.retrieval import BagEncoder, PassageStore, Retriever, exact_search, splice
 from zest_jax.retrieval.encoders import pad_ragged
-from zest_jax.retrieval.store import as_numpy, frame_texts
+from zest_jax.retrieval.store import frame_texts
 from zest_jax.rollout.protocols import PLAIN_SEARCH, SEARCH_R1
 from zest_jax.tasks.atlas import load_atlas
 
@@ -159,8 +159,8 @@ def test_passages_are_cut_so_that_their_frame_fits():
     passages = [[1, 2, 3], [4], list(range(20, 40))]
     store = PassageStore.build(passages, heads=[[10, 11], [12]], tail=[13], size=20)
     # 20 tokens less 3 before passages and 1 after leave 8 to each of two.
-    ids, length = as_numpy(store)
-    assert length.tolist() == [3, 1, 8] and ids[2].tolist() == list(range(20, 28))
+    assert store.length_N.tolist() == [3, 1, 8]
+    assert store.ids_NP[2].tolist() == list(range(20, 28))
     got, lengths = store.observe(jnp.array([[1, 0], [2, 2]]))
     cut = list(range(20, 28))
     assert got[0].tolist() == [10, 11, 4, 12, 1, 2, 3, 13] + [0] * 12

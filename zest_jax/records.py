@@ -14,6 +14,7 @@ from zest_jax.rollout.sampler import Sampler
 from zest_jax.rollout.trajectories import Finish, Trajectories
 from zest_jax.tasks.atlas import Atlas
 from zest_jax.tasks.proposals import Proposal, answer_in_source
+from zest_jax.tasks.scripts import chain_words
 from zest_jax.tasks.types import Task
 
 
@@ -97,10 +98,6 @@ def proposal_traces(
     names = context_names(valid_BC.shape[1] - 4)
     traces = []
     for b, p in enumerate(proposed):
-        labels, relations = atlas.graph.labels, atlas.graph.relation_labels
-        chain = [labels[p.chain.entities[0]]]
-        for relation, entity in zip(p.chain.relations, p.chain.entities[1:], strict=True):
-            chain += [relations[relation], labels[entity]]
         parts = {"format": p.gate.s_fmt, "advantage": float(per_row["advantage"][b])}
         if p.gate.passed:
             parts["gain"] = float(per_row["gain"][b])
@@ -108,7 +105,7 @@ def proposal_traces(
             {
                 "kind": "proposal",
                 "label": p.gate.reason or "passed the gates",
-                "chain": chain,
+                "chain": chain_words(p.chain, atlas),
                 "question": p.parsed.question,
                 "answer": p.parsed.answer,
                 "hops": p.chain.hops,

@@ -93,7 +93,7 @@ class Block(nnx.Module):
         cast = functools.partial(_cast, dtype=x_BLD.dtype)
 
         # Plain matrix products over flat tokens: with the batch axis apart, the gradient of a
-        # weight contracts over two axes, which XLA does two to three times slower on a CPU.
+        # weight contracts over two axes, which XLA does about twice slower on a CPU.
         def project(x_BLX: jax.Array, weight: nnx.Param) -> jax.Array:
             return x_BLX.reshape(B * L, -1) @ cast(weight).reshape(x_BLX.shape[-1], -1)
 

@@ -19,8 +19,8 @@ class BagEncoder:
     A text's vector is u(text) = normalise(sum over its tokens of idf[token] * projection[token]).
     A passage is (u(title), text_weight * u(text)), a query (u(query), u(query)), so that their
     inner product is cos(title) + text_weight * cos(text): a name asked for outright finds its own
-    page, any other wording the pages that speak of it. Both together found the right page for 99 %
-    of entity names where the text alone found 37-80 %.
+    page, any other wording the pages that speak of it. On the atlas, both together
+    find the page of every entity by its name, the text alone that of 44 %.
 
     Attributes:
       table_VE: idf[token] * projection[token]; the projection is the identity (E = V, exact) or

@@ -8,7 +8,6 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from zest_jax.errors import UserError
 from zest_jax.retrieval.encoders import pad_ragged
@@ -127,8 +126,3 @@ def frame_texts(observation: str, passage: str, retrieved: int) -> tuple[list[st
         raise ValueError("{rank} must stand before {title} in a passage's template")
     heads = [head.format(rank=r + 1) for r in range(retrieved)]
     return [before + heads[0], *heads[1:]], after, "{title}" + body
-
-
-def as_numpy(store: PassageStore) -> tuple[np.ndarray, np.ndarray]:
-    """Ids and lengths on the host, for readable output."""
-    return np.asarray(store.ids_NP), np.asarray(store.length_N)

@@ -40,13 +40,18 @@ def solver_prompt(question: str) -> str:
 
 def proposer_prompt(chain: Chain, atlas: Atlas, names: Names | None = None) -> str:
     """The proposer's prompt: the chain in one line, then the passage of each entity."""
-    names = names or {}
-    labels = atlas.graph.labels
-    parts = [names.get(chain.entities[0], labels[chain.entities[0]])]
-    for relation, entity in zip(chain.relations, chain.entities[1:], strict=True):
-        parts += [atlas.graph.relation_labels[relation], names.get(entity, labels[entity])]
+    parts = chain_words(chain, atlas, names)
     passages = "".join(f"{render(atlas, entity, names)}\n" for entity in chain.entities)
     return f"Write a question.\nChain: {' | '.join(parts)}\n{passages}"
+
+
+def chain_words(chain: Chain, atlas: Atlas, names: Names | None = None) -> list[str]:
+    """Entity, relation, entity, … of a chain in words, names replaced where ``names`` has them."""
+    names, labels = names or {}, atlas.graph.labels
+    words = [names.get(chain.entities[0], labels[chain.entities[0]])]
+    for relation, entity in zip(chain.relations, chain.entities[1:], strict=True):
+        words += [atlas.graph.relation_labels[relation], names.get(entity, labels[entity])]
+    return words
 
 
 def render(atlas: Atlas, entity: int, names: Names | None = None) -> str:
