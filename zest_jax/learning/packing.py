@@ -15,6 +15,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from zest_jax.models.attention import MAX_SEGMENTS
+
 Array = Any  # numpy on the host, a jax.Array within a compiled step
 
 
@@ -114,7 +116,11 @@ def pack(items: Sequence[Item], spec: PackSpec, owners: Sequence[int] | None = N
             raise ValueError(
                 f"a sequence of {n} tokens with {x} targets does not fit rows of {L} with {X}"
             )
-        fits = np.flatnonzero((tokens_used[:opened] + n <= L) & (targets_used[:opened] + x <= X))
+        fits = np.flatnonzero(
+            (tokens_used[:opened] + n <= L)
+            & (targets_used[:opened] + x <= X)
+            & (sequences[:opened] < MAX_SEGMENTS)
+        )
         row = int(fits[0]) if len(fits) else opened
         if row == opened:
             if opened == M * R:

@@ -1,4 +1,4 @@
-"""The one entry point for attention.
+"""The one entry point for attention, and its back end that runs everywhere.
 
 Who may look at whom is told by positions and segments, never by a mask tensor, so that kernels
 which take lengths can stand behind the same signature.
@@ -10,6 +10,14 @@ Q query heads per key/value head (H = J * Q).
 import jax
 import jax.numpy as jnp
 
+from zest_jax.models.attention_cudnn import cudnn_attention
+from zest_jax.models.attention_splash import splash_attention
+from zest_jax.models.products import matmul_float32
+
+# Most segments of a row that every back end can tell apart (a kernel wants a fixed number of them).
+MAX_SEGMENTS = 32
+BACKENDS = ("xla", "cudnn", "splash")
+
 
 def attention(
     query_BLHK: jax.Array,
@@ -20,6 +28,7 @@ def attention(
     key_position_BM: jax.Array,
     query_segment_BL: jax.Array | None = None,
     key_segment_BM: jax.Array | None = None,
+    backend: str = "xla",
 ) -> jax.Array:
     """Causal grouped-query attention, softmax(q k / sqrt(K)) v, over positions and segments.
 
@@ -33,22 +42,57 @@ def attention(
       query_position_BL: position of each query within its sequence.
       key_position_BM: position of each key; a cache passes its slot numbers, so that slots past the
         current length are after every query and are never seen.
-      query_segment_BL: segment of each query (packed sequences); None where a row is one sequence.
+      query_segment_BL: segment of each query (packed sequences), counted from 1, each a run of
+        neighbours, 0 for padding (whose output is of no use); None where a row is one sequence.
       key_segment_BM: segment of each key.
+      backend: "xla" takes anything. The kernels "cudnn" and "splash" take whole sequences only: the
+        keys are the queries' own tokens, positions count up along a segment, and no row has more
+        than MAX_SEGMENTS of them.
 
     Returns:
       [B, L, H, K] in the type of the queries.
+
+    Raises:
+      ValueError: an unknown back end, or a kernel asked for queries that are not their own keys.
     """
+    if backend == "xla":
+        return xla_attention(
+            query_BLHK,
+            key_BMJK,
+            value_BMJK,
+            query_position_BL,
+            key_position_BM,
+            query_segment_BL,
+            key_segment_BM,
+        )
+    if query_BLHK.shape[1] != key_BMJK.shape[1]:
+        raise ValueError(f"the {backend} back end attends over whole sequences, not over a cache")
+    if backend == "cudnn":
+        return cudnn_attention(query_BLHK, key_BMJK, value_BMJK, query_segment_BL, MAX_SEGMENTS)
+    if backend == "splash":
+        return splash_attention(query_BLHK, key_BMJK, value_BMJK, query_segment_BL)
+    raise ValueError(f"unknown attention back end {backend!r}; there are {', '.join(BACKENDS)}")
+
+
+def xla_attention(
+    query_BLHK: jax.Array,
+    key_BMJK: jax.Array,
+    value_BMJK: jax.Array,
+    query_position_BL: jax.Array,
+    key_position_BM: jax.Array,
+    query_segment_BL: jax.Array | None = None,
+    key_segment_BM: jax.Array | None = None,
+) -> jax.Array:
+    """See `attention`: two matrix products and a softmax, with all scores in memory."""
     B, L, H, K = query_BLHK.shape
     J = key_BMJK.shape[2]
     Q = H // J
     # Products of plain matrices: written as an einsum over B and J, XLA turns the operands around,
     # which costs a factor of two to four on a CPU.
     query_BJQLK = query_BLHK.reshape(B, L, J, Q, K).transpose(0, 2, 3, 1, 4)
-    score = jnp.matmul(
+    score = matmul_float32(
         query_BJQLK.reshape(B, J, Q * L, K),
         key_BMJK.transpose(0, 2, 3, 1),
-        preferred_element_type=jnp.float32,
     )
     score_BJQLM = score.reshape(B, J, Q, L, -1) * (K**-0.5)
     seen_BLM = key_position_BM[:, None, :] <= query_position_BL[:, :, None]

@@ -59,6 +59,8 @@ class PolicyConfig:
       dtype: compute type; parameters stay float32 (at learning rates near 1e-6 an update would be
         lost in bfloat16).
       rope_scaling: the checkpoint's stretch of the rotary embedding, or None.
+      attention: back end of attention over whole sequences, see `attention.BACKENDS`. Like `dtype`
+        it says how to compute, not what; `backends.choose_attention` picks one for the machine.
     """
 
     vocab_size: int
@@ -76,6 +78,7 @@ class PolicyConfig:
     max_length: int = 4096
     dtype: str = "float32"
     rope_scaling: RopeScaling | None = None
+    attention: str = "xla"
 
     def __post_init__(self):
         if self.heads % self.kv_heads:

@@ -164,6 +164,7 @@ class Policy(nnx.Module):
                 key_position_BM=position_BL,
                 query_segment_BL=segment_BL,
                 key_segment_BM=segment_BL,
+                backend=self.config.attention,
             )
             return out, None
 
