@@ -12,9 +12,11 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from zest_jax.learning.head import head_log_probs
 from zest_jax.learning.packing import Packed
 from zest_jax.models import Policy, PolicyConfig, bind
 from zest_jax.models.policy import Params
+from zest_jax.parallel.sharding import keep_rows_split
 
 
 def target_log_probs(
@@ -34,9 +36,11 @@ def target_log_probs(
     """
     hidden_RLD = policy(micro.ids_MRL, micro.position_MRL, micro.segment_MRL, remat=remat)
     hidden_RXD = jnp.take_along_axis(hidden_RLD, micro.at_MRX[..., None], axis=1)
-    logp_RXV = jax.nn.log_softmax(policy.logits(hidden_RXD) / temperature, axis=-1)
-    entropy_RX = -jnp.sum(jnp.exp(logp_RXV) * logp_RXV, axis=-1)
-    return jnp.take_along_axis(logp_RXV, micro.target_MRX[..., None], axis=-1)[..., 0], entropy_RX
+    tied = policy.config.tied
+    weight = policy.embed_VD[...] if tied else policy.head_DV[...]
+    return head_log_probs(
+        keep_rows_split(hidden_RXD), weight, micro.target_MRX, tied=tied, temperature=temperature
+    )
 
 
 def sequence_log_likelihood(

@@ -117,13 +117,23 @@ def keep_rows_split(x: jax.Array) -> jax.Array:
     every device then computes the whole batch. It acts while tracing within `jax.set_mesh(mesh)`;
     elsewhere, and where the devices cannot share the rows evenly, it returns `x` as it is.
     """
+    if _row_shards(x.shape[0]) is None:
+        return x
+    return jax.lax.with_sharding_constraint(x, P(*BATCH, *[None] * (x.ndim - 1)))
+
+
+def row_shards(rows: int) -> int:
+    """Over how many groups of devices `keep_rows_split` splits that many rows."""
+    return _row_shards(rows) or 1
+
+
+def _row_shards(rows: int) -> int | None:
     mesh = jax.sharding.get_abstract_mesh()
     axes = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     if any(axes.get(axis) != AxisType.Auto for axis in BATCH[0]):  # no mesh, or in shard_map
-        return x
-    if x.shape[0] % math.prod(mesh.shape[axis] for axis in BATCH[0]):
-        return x
-    return jax.lax.with_sharding_constraint(x, P(*BATCH, *[None] * (x.ndim - 1)))
+        return None
+    shards = math.prod(mesh.shape[axis] for axis in BATCH[0])
+    return None if rows % shards else shards
 
 
 def _spec(path: tuple[Any, ...], shape: tuple[int, ...], mesh: Mesh, notes: list[str]) -> P:
