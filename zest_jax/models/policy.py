@@ -257,7 +257,7 @@ class Policy(nnx.Module):
         return rotary(position, c.head_dim, c.rope_theta, c.rope_scaling)
 
     def _embed(self, ids: jax.Array) -> jax.Array:
-        return keep_rows_split(self.embed_VD[...].astype(self.config.dtype)[ids])
+        return keep_rows_split(self.embed_VD[...][ids].astype(self.config.dtype))
 
 
 Cache = dict[str, list[jax.Array]]
