@@ -65,7 +65,8 @@ def splash_attention(
     if mesh.size == 1 or any(types.get(axis) != AxisType.Auto for axis in (*BATCH[0], _HEADS)):
         return local(*arrays)  # one device, no mesh of ours, or within a shard_map already
     parts = math.prod(mesh.shape[axis] for axis in BATCH[0])
-    rows, heads = BATCH[0], _HEADS
+    rows: tuple[str, ...] | None = BATCH[0]
+    heads: str | None = _HEADS
     if B % parts:
         _warn(f"{B} rows do not share evenly over data x fsdp = {parts}")
         rows = None
