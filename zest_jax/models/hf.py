@@ -1,9 +1,6 @@
-"""Hugging Face model folders in and out, tensor by tensor and bit for bit.
+"""Hugging Face folders of policies in and out, tensor by tensor and bit for bit.
 
-A folder stores each layer's matrices as [out, in] with heads flattened; the policy holds them
-stacked over layers with heads as dimensions of their own. Both ways are views and copies of one
-tensor, driven by one table of names and letters, so a value is never computed with, only moved (and
-cast, where the types differ).
+One table of names and letters (see `layouts`) drives both ways.
 
 Shape letters: V vocabulary, D width, H query heads, J key/value heads, K head size, F feed-forward
 width; in the table below they name the dimensions of the stored tensor, a space between the groups
@@ -12,7 +9,6 @@ that it flattens.
 
 import functools
 import json
-import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -27,9 +23,9 @@ from jax.sharding import PartitionSpec as P
 
 from zest_jax.errors import UserError
 from zest_jax.models.config import PolicyConfig
+from zest_jax.models.layouts import Layout, misfits, read_params, refuse, to_stored
 from zest_jax.models.policy import Params, param_shapes
 from zest_jax.models.tensor_files import Stored, open_tensors, write_tensors
-from zest_jax.parallel.sharding import param_shardings
 
 _OUTER = {
     "embed_VD": ("model.embed_tokens.weight", "V D"),
@@ -54,7 +50,6 @@ _LAYER = {
 }
 # Buffers that old Llama checkpoints stored although they follow from the config.
 _DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
-_LISTED = 12  # names in an error before it says "and … more"
 
 
 def local_folder(name: str | Path) -> Path:
@@ -133,45 +128,31 @@ def load_pretrained(
     """
     folder = local_folder(folder)
     config = load_config(folder, dtype)
-    shapes = param_shapes(config)
     files, problems = open_tensors(folder)
-    problems += _check(config, shapes, files)
-    if problems:
-        rest = f", and {len(problems) - _LISTED} more" if len(problems) > _LISTED else ""
-        raise UserError(
-            f"the weights in {folder} do not fit its config.json: "
-            f"{'; '.join(problems[:_LISTED])}{rest}; fetch or export the model again"
-        )
-    target = np.dtype(jnp.dtype(param_dtype))
-    shardings = param_shardings(shapes, mesh) if mesh is not None else None
+    refuse(folder, problems + policy_misfits(config, files))
+    return config, read_policy(config, files, mesh, param_dtype)
 
-    def read(path: tuple[Any, ...], shape: jax.ShapeDtypeStruct, sharding: Any = None) -> jax.Array:
-        views = [_stored_view(config, files, path, i) for i in _layer_numbers(config, path)]
-        stacked = len(path) > 1
 
-        @functools.cache
-        def part(index: tuple[tuple[int, int, int], ...]) -> np.ndarray:
-            """The values under slices given as (start, stop, step)."""
-            cuts = tuple(slice(*cut) for cut in index)
-            if not stacked:
-                return views[0][cuts].astype(target, order="C")
-            chosen = views[cuts[0]]
-            out = np.empty((len(chosen), *chosen[0][cuts[1:]].shape), target)
-            for i, view in enumerate(chosen):
-                out[i] = view[cuts[1:]]
-            return out
+def read_policy(
+    config: PolicyConfig, files: Mapping[str, Stored], mesh: Mesh | None, param_dtype: str
+) -> Params:
+    """The parameters of a policy from stored tensors in which `policy_misfits` found nothing."""
+    return read_params(_layout(config), param_shapes(config), files, mesh, param_dtype)
 
-        def callback(index: tuple[slice, ...] | None) -> np.ndarray:
-            # Replicas share one copy (slices are hashable only from Python 3.12 on).
-            cuts = index or (slice(None),) * len(shape.shape)
-            return part(tuple(c.indices(n) for c, n in zip(cuts, shape.shape, strict=True)))
 
-        if sharding is None:
-            return jnp.asarray(callback(None))
-        return jax.make_array_from_callback(shape.shape, sharding, callback)
-
-    trees = (shapes,) if shardings is None else (shapes, shardings)
-    return config, jax.tree_util.tree_map_with_path(read, *trees)
+def policy_misfits(config: PolicyConfig, files: Mapping[str, Stored]) -> list[str]:
+    """What is missing, too much or of the wrong shape for a policy, a sentence each."""
+    head, embed = "lm_head.weight", "model.embed_tokens.weight"
+    spare_head = config.tied and head in files and embed in files
+    problems = misfits(
+        _layout(config),
+        param_shapes(config),
+        files,
+        lambda name: bool(_DERIVED.fullmatch(name)) or (name == head and spare_head),
+    )
+    if spare_head and not _same(files[head], files[embed]):
+        problems.append(f"{head} differs from {embed} although the two are tied")
+    return problems
 
 
 def save_pretrained(
@@ -219,15 +200,16 @@ def save_pretrained(
         hf |= {k: generation[k] for k in ("bos_token_id", "eos_token_id") if k in generation}
     if first:
         folder.mkdir(parents=True, exist_ok=True)
+    layout = _layout(config)
     stored_shapes = {
-        name: _stored_shape(config, letters) for name, letters, *_ in _walk(config, params)
+        name: layout.stored_shape(letters) for name, letters, *_ in _walk(config, params)
     }
 
     def producers() -> Iterator[tuple[str, Any]]:
         for name, letters, key, leaf, layer in _walk(config, params):
             yield (
                 name,
-                lambda letters=letters, key=key, leaf=leaf, layer=layer: _to_stored(
+                lambda letters=letters, key=key, leaf=leaf, layer=layer: to_stored(
                     _host(leaf, layer), key, letters
                 ).astype(target),
             )
@@ -245,19 +227,6 @@ def save_pretrained(
 # ------------------------------------------------------------------------- names and layouts
 
 
-def _layer_numbers(config: PolicyConfig, path: tuple[Any, ...]) -> range:
-    return range(config.layers if len(path) > 1 else 1)
-
-
-def _stored_name(path: tuple[Any, ...], layer: int) -> tuple[str, str]:
-    """Stored name and letters of a parameter (path: ("embed_VD",) or ("blocks", "q_DHK"))."""
-    key = path[-1].key
-    if len(path) == 1:
-        return _OUTER[key]
-    name, letters = _LAYER[key]
-    return f"model.layers.{layer}.{name}", letters
-
-
 def _walk(config: PolicyConfig, params: Params) -> Iterator[tuple[str, str, str, Any, int | None]]:
     """(stored name, letters, our name, leaf, layer or None) in the order of the network."""
     yield (*_OUTER["embed_VD"], "embed_VD", params["embed_VD"], None)
@@ -271,9 +240,9 @@ def _walk(config: PolicyConfig, params: Params) -> Iterator[tuple[str, str, str,
             yield (*_OUTER[key], key, params[key], None)
 
 
-def _sizes(config: PolicyConfig) -> dict[str, int]:
+def _layout(config: PolicyConfig) -> Layout:
     c = config
-    return {
+    sizes = {
         "V": c.vocab_size,
         "D": c.width,
         "H": c.heads,
@@ -281,60 +250,10 @@ def _sizes(config: PolicyConfig) -> dict[str, int]:
         "K": c.head_dim,
         "F": c.mlp_width,
     }
-
-
-def _stored_shape(config: PolicyConfig, letters: str) -> tuple[int, ...]:
-    sizes = _sizes(config)
-    return tuple(math.prod(sizes[a] for a in group) for group in letters.split())
-
-
-def _stored_view(
-    config: PolicyConfig, files: Mapping[str, Stored], path: tuple[Any, ...], layer: int
-) -> np.ndarray:
-    """The stored tensor seen in our layout, without a copy."""
-    name, letters = _stored_name(path, layer)
-    sizes = _sizes(config)
-    flat = letters.replace(" ", "")
-    ours = path[-1].key.rsplit("_", 1)[1]
-    view = files[name].view().reshape([sizes[a] for a in flat])
-    return view.transpose([flat.index(a) for a in ours])
-
-
-def _to_stored(array: np.ndarray, key: str, letters: str) -> np.ndarray:
-    """Our layout -> the stored one."""
-    ours = key.rsplit("_", 1)[1]
-    flat = letters.replace(" ", "")
-    sizes = dict(zip(ours, array.shape, strict=True))
-    shape = [math.prod(sizes[a] for a in group) for group in letters.split()]
-    return array.transpose([ours.index(a) for a in flat]).reshape(shape)
+    return Layout(_OUTER, _LAYER, "model.layers.", c.layers, sizes)
 
 
 # ------------------------------------------------------------------------- checks and transfers
-
-
-def _check(config: PolicyConfig, shapes: Params, files: Mapping[str, Stored]) -> list[str]:
-    """What is missing, too much or of the wrong shape, a sentence each."""
-    problems, expected = [], set()
-    for path, _ in jax.tree_util.tree_leaves_with_path(shapes):
-        for layer in _layer_numbers(config, path):
-            name, letters = _stored_name(path, layer)
-            expected.add(name)
-            want = _stored_shape(config, letters)
-            if name not in files:
-                problems.append(f"{name} {list(want)} is missing")
-            elif files[name].shape != want:
-                got = list(files[name].shape)
-                problems.append(f"{name} has shape {got} instead of {list(want)}")
-    head, embed = "lm_head.weight", "model.embed_tokens.weight"
-    for name in files:
-        if name in expected or _DERIVED.fullmatch(name):
-            continue
-        if name == head and config.tied and embed in files:
-            if not _same(files[head], files[embed]):
-                problems.append(f"{head} differs from {embed} although the two are tied")
-            continue
-        problems.append(f"{name} is unexpected")
-    return problems
 
 
 def _same(a: Stored, b: Stored, rows: int = 8192) -> bool:
