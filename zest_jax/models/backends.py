@@ -1,0 +1,146 @@
+"""Which attention back end a machine gets, and the proof that it computes the same.
+
+Kernels come with the driver and with JAX's release, and have been wrong in some of both: before
+one is used, its output and its gradients on a small batch are compared with plain XLA.
+
+Shape letters: B batch, L length, H query heads, J key/value heads, K head size.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import logging
+
+from zest_jax.errors import UserError
+from zest_jax.models.attention import BACKENDS, attention
+from zest_jax.models.config import PolicyConfig
+
+# Relative error (norm of the difference over norm) that bfloat16 inputs explain: rounding the
+# scores' operands gives 0.002 to 0.006, a wrong mask or a lost segment at least 0.1.
+TOLERANCE = 0.02
+_LENGTH = 256
+_KERNELS = {"gpu": "cudnn", "tpu": "splash"}
+
+
+def choose_attention(config: PolicyConfig, wanted: str = "auto") -> tuple[PolicyConfig, str]:
+    """The policy with a back end that works here, and a sentence on what was chosen and why.
+
+    Args:
+      config: the policy.
+      wanted: "auto" takes the machine's kernel where there is one and it passes the self-test, else
+        XLA; a name takes that back end or fails.
+
+    Raises:
+      UserError: an unknown name, or a back end asked for by name that does not work here.
+    """
+    if wanted not in ("auto", *BACKENDS):
+        raise UserError(
+            f"attention back end {wanted!r} is unknown; take auto or one of {', '.join(BACKENDS)}."
+        )
+    platform = jax.default_backend()
+    kernel = _KERNELS.get(platform) if wanted == "auto" else wanted
+    reason = ""
+    if kernel is None:
+        kernel, reason = "xla", f"there is no kernel for {platform}"
+    elif kernel != "xla":
+        problem = _unfit(config, kernel, platform) or self_test(config, kernel)
+        if problem and wanted != "auto":
+            raise UserError(
+                f"the {kernel} attention back end cannot be used here: {problem}; "
+                "take policy.attention=auto or xla."
+            )
+        if problem:
+            kernel, reason = "xla", f"{kernel} was passed over: {problem}"
+        else:
+            reason = f"it agrees with xla on {platform}"
+    else:
+        reason = "as asked"
+    message = f"attention: {kernel} ({reason})"
+    logging.info("%s", message)
+    return dataclasses.replace(config, attention=kernel), message
+
+
+def self_test(config: PolicyConfig, backend: str) -> str:
+    """Compares a back end with XLA on packed and on whole rows, gradients included.
+
+    Args:
+      config: the policy whose heads are tried.
+      backend: "cudnn" or "splash".
+
+    Returns:
+      What is wrong, or "" if all differences are below `TOLERANCE`.
+    """
+    try:
+        error = worst_difference(config, backend)
+    except Exception as e:  # of many types: compiler, driver, missing library, unsupported shape
+        first = (str(e).strip() or repr(e)).splitlines()[0]
+        return f"{type(e).__name__}: {first[:200]}"
+    if not error < TOLERANCE:  # NaN fails as well
+        return f"it differs from xla by {error:.3g} (relative), more than {TOLERANCE}"
+    return ""
+
+
+def worst_difference(config: PolicyConfig, backend: str) -> float:
+    """Largest relative difference from float32 XLA over output and gradients; NaN if any is.
+
+    Relative means the norm of the difference over the norm, of the positions that are no padding.
+    """
+    rng = np.random.default_rng(0)
+    B, L, H, J, K = 2, _LENGTH, config.heads, config.kv_heads, config.head_dim
+    arrays = [rng.normal(size=(B, L, n, K)) for n in (H, J, J, H)]
+    # Segments of all sizes, one of a single token, and padding at the end of the second row.
+    lengths = ((100, 1, L - 101), (37, 64, 90))
+    segment_BL = np.zeros((B, L), np.int32)
+    for row, sizes in zip(segment_BL, lengths, strict=True):
+        row[: sum(sizes)] = np.repeat(np.arange(1, len(sizes) + 1), sizes)
+    worst = 0.0
+    for segments in (None, jnp.asarray(segment_BL)):
+        results = [
+            _out_and_gradients(name, [jnp.asarray(a, dtype) for a in arrays], segments)
+            for name, dtype in ((backend, config.dtype), ("xla", jnp.float32))
+        ]
+        for got, want in zip(*results, strict=True):
+            difference = np.linalg.norm(np.asarray(got, np.float64) - np.asarray(want, np.float64))
+            worst = np.fmax(worst, difference / np.linalg.norm(np.asarray(want, np.float64)))
+            if not np.isfinite(difference):
+                return float("nan")
+    return float(worst)
+
+
+def _out_and_gradients(
+    backend: str, arrays: list[jax.Array], segment_BL: jax.Array | None
+) -> list[jax.Array]:
+    *qkv, slope_BLHK = arrays
+    position_BL = jnp.broadcast_to(jnp.arange(qkv[0].shape[1]), qkv[0].shape[:2])
+    kept_BL11 = True if segment_BL is None else (segment_BL > 0)[:, :, None, None]
+
+    @jax.jit
+    def run(q: jax.Array, k: jax.Array, v: jax.Array) -> list[jax.Array]:
+        def out(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            x = attention(
+                q,
+                k,
+                v,
+                query_position_BL=position_BL,
+                key_position_BM=position_BL,
+                query_segment_BL=segment_BL,
+                key_segment_BM=segment_BL,
+                backend=backend,
+            )
+            return jnp.where(kept_BL11, x, 0)
+
+        value, back = jax.vjp(out, q, k, v)
+        return [value, *back(slope_BLHK.astype(value.dtype))]
+
+    return run(*qkv)
+
+
+def _unfit(config: PolicyConfig, backend: str, platform: str) -> str:
+    """Why a kernel is out of the question before it is tried, or ""."""
+    if _KERNELS.get(platform) != backend:
+        return f"it is not for {platform}"
+    if backend == "cudnn" and config.dtype == "float32":
+        return "it computes in bfloat16 only, and policy.dtype is float32"
+    return ""
