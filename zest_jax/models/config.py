@@ -8,6 +8,17 @@ from zest_jax.errors import UserError
 
 FAMILIES = ("qwen2", "qwen3", "llama")
 
+# The matrices of a block: letters of the axes that each contracts, and of those that it makes.
+MATRICES = {
+    "q": ("D", "HK"),
+    "k": ("D", "JK"),
+    "v": ("D", "JK"),
+    "o": ("HK", "D"),
+    "gate": ("D", "F"),
+    "up": ("D", "F"),
+    "down": ("F", "D"),
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
@@ -36,6 +47,47 @@ class RopeScaling:
 
 
 @dataclasses.dataclass(frozen=True)
+class LoraSpec:
+    """Low-rank adapters beside frozen matrices (Hu et al., 2021): y = x W + (alpha / rank) x A B.
+
+    Attributes:
+      rank: columns of A and rows of B.
+      alpha: the adapters' weight, divided by the rank.
+      targets: which matrices have one, names of `MATRICES`.
+
+    Raises:
+      UserError: a rank below 1, an alpha that is not above 0, no targets or unknown ones.
+    """
+
+    rank: int
+    alpha: float = 16.0
+    targets: tuple[str, ...] = tuple(MATRICES)
+
+    def __post_init__(self):
+        if self.rank < 1 or self.alpha <= 0:
+            raise UserError(
+                f"adapters have a rank of at least 1 and an alpha above 0, got rank={self.rank} "
+                f"and alpha={self.alpha}"
+            )
+        if not self.targets or set(self.targets) - set(MATRICES):
+            raise UserError(
+                f"adapters stand beside some of {', '.join(MATRICES)}, got "
+                f"{', '.join(self.targets) or 'none'}"
+            )
+
+    @property
+    def scale(self) -> float:
+        """alpha / rank."""
+        return self.alpha / self.rank
+
+    @staticmethod
+    def names(target: str) -> tuple[str, str]:
+        """Names of a target's two parameters, A and B (letter A for the rank)."""
+        ins, outs = MATRICES[target]
+        return f"{target}_lora_a_{ins}A", f"{target}_lora_b_A{outs}"
+
+
+@dataclasses.dataclass(frozen=True)
 class PolicyConfig:
     """Everything that fixes a Qwen-style decoder's parameters and arithmetic.
 
@@ -59,6 +111,8 @@ class PolicyConfig:
       dtype: compute type; parameters stay float32 (at learning rates near 1e-6 an update would be
         lost in bfloat16).
       rope_scaling: the checkpoint's stretch of the rotary embedding, or None.
+      lora: low-rank adapters beside the matrices, or None. They are no part of a Hugging Face
+        model: `lora.merge_lora` makes them one with the matrices.
       attention: back end of attention over whole sequences, see `attention.BACKENDS`. Like `dtype`
         it says how to compute, not what; `backends.choose_attention` picks one for the machine.
     """
@@ -78,6 +132,7 @@ class PolicyConfig:
     max_length: int = 4096
     dtype: str = "float32"
     rope_scaling: RopeScaling | None = None
+    lora: LoraSpec | None = None
     attention: str = "xla"
 
     def __post_init__(self):
@@ -146,8 +201,13 @@ class PolicyConfig:
         """A config.json that transformers 5 and 4 both read; `dtype` is that of the stored weights.
 
         Raises:
-          UserError: see `family`.
+          UserError: see `family`; or adapters, which would be lost.
         """
+        if self.lora is not None:
+            raise UserError(
+                "a policy with adapters is no Hugging Face model; merge them into its matrices "
+                "first (merge_lora)"
+            )
         family = self.family
         hf: dict[str, Any] = {
             "architectures": [f"{family.capitalize()}ForCausalLM"],

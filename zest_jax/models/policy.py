@@ -9,10 +9,12 @@ Parameters live in a plain nested dict of float32 arrays (what is checkpointed, 
 updated); `bind` puts such a dict back into the NNX module, inside or outside of jit.
 
 Shape letters: B batch, L length, M cache length, D width, H query heads, J key/value heads, K head
-size, F feed-forward width, V vocabulary, S slots, C chunk.
+size, F feed-forward width, V vocabulary, S slots, C chunk, A rank of an adapter, N flat tokens,
+X and Y what a matrix contracts and makes.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +23,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from zest_jax.models.attention import attention
-from zest_jax.models.config import PolicyConfig
+from zest_jax.models.config import MATRICES, PolicyConfig
 from zest_jax.models.rope import rotary, rotate
 from zest_jax.parallel.sharding import keep_rows_split
 
@@ -78,6 +80,14 @@ class Block(nnx.Module):
         self.gate_DF = normal((D, F))
         self.up_DF = normal((D, F))
         self.down_FD = normal((F, D), out_scale)
+        if config.lora is not None:  # drawn last, so that the rest does not depend on them
+            sizes = {"D": D, "H": H, "J": J, "K": K, "F": F}
+            for target in config.lora.targets:
+                ins, outs = ([sizes[letter] for letter in axes] for axes in MATRICES[target])
+                a_XA = normal((*ins, config.lora.rank), math.prod(ins) ** -0.5)
+                b_AY = nnx.Param(jnp.zeros((config.lora.rank, *outs)))  # begins as the base itself
+                for name, param in zip(config.lora.names(target), (a_XA, b_AY), strict=True):
+                    setattr(self, name, param)
 
     def __call__(
         self, x_BLD: jax.Array, rope: tuple[jax.Array, jax.Array], attend: Attend
@@ -94,13 +104,21 @@ class Block(nnx.Module):
 
         # Plain matrix products over flat tokens: with the batch axis apart, the gradient of a
         # weight contracts over two axes, which XLA does about twice slower on a CPU.
-        def project(x_BLX: jax.Array, weight: nnx.Param) -> jax.Array:
-            return x_BLX.reshape(B * L, -1) @ cast(weight).reshape(x_BLX.shape[-1], -1)
+        def project(x_BLX: jax.Array, target: str) -> jax.Array:
+            x_NX = x_BLX.reshape(B * L, -1)
+            weight = getattr(self, "{}_{}{}".format(target, *MATRICES[target]))
+            y_NY = x_NX @ cast(weight).reshape(x_NX.shape[1], -1)
+            if c.lora is None or target not in c.lora.targets:
+                return y_NY
+            # Never as one matrix W + A B: its gradient would be as large as that of W.
+            a, b = (cast(getattr(self, name)) for name in c.lora.names(target))
+            low_NA = c.lora.scale * (x_NX @ a.reshape(x_NX.shape[1], -1))
+            return y_NY + low_NA @ b.reshape(c.lora.rank, -1)
 
         h_BLD = rms_norm(x_BLD, self.attention_norm_D[...], c.norm_eps)
-        q_BLHK = project(h_BLD, self.q_DHK).reshape(B, L, H, K)
-        k_BLJK = project(h_BLD, self.k_DJK).reshape(B, L, J, K)
-        v_BLJK = project(h_BLD, self.v_DJK).reshape(B, L, J, K)
+        q_BLHK = project(h_BLD, "q").reshape(B, L, H, K)
+        k_BLJK = project(h_BLD, "k").reshape(B, L, J, K)
+        v_BLJK = project(h_BLD, "v").reshape(B, L, J, K)
         if c.qkv_bias:
             q_BLHK += cast(self.q_bias_HK)
             k_BLJK += cast(self.k_bias_JK)
@@ -109,10 +127,10 @@ class Block(nnx.Module):
             q_BLHK = rms_norm(q_BLHK, self.q_norm_K[...], c.norm_eps)
             k_BLJK = rms_norm(k_BLJK, self.k_norm_K[...], c.norm_eps)
         out_BLHK, kept = attend(rotate(q_BLHK, *rope), rotate(k_BLJK, *rope), v_BLJK)
-        x_BLD = x_BLD + project(out_BLHK.reshape(B, L, H * K), self.o_HKD).reshape(B, L, D)
+        x_BLD = x_BLD + project(out_BLHK.reshape(B, L, H * K), "o").reshape(B, L, D)
         h_BLD = rms_norm(x_BLD, self.mlp_norm_D[...], c.norm_eps)
-        h_BLF = jax.nn.silu(project(h_BLD, self.gate_DF)) * project(h_BLD, self.up_DF)
-        return x_BLD + project(h_BLF.reshape(B, L, -1), self.down_FD).reshape(B, L, D), kept
+        h_BLF = jax.nn.silu(project(h_BLD, "gate")) * project(h_BLD, "up")
+        return x_BLD + project(h_BLF.reshape(B, L, -1), "down").reshape(B, L, D), kept
 
 
 class Policy(nnx.Module):

@@ -6,7 +6,7 @@ feed-forward, vocabulary) over `tensor`, so that a block needs one reduction aft
 after the feed-forward. What has one entry per width or head size is small and replicated.
 
 Shape letters (in the names): V vocabulary, D width, H heads, J key/value heads, K head size,
-F feed-forward width.
+F feed-forward width, A rank of an adapter.
 """
 
 import math
@@ -37,6 +37,21 @@ RULES: dict[str, P] = {
     "gate_DF": P("fsdp", "tensor"),
     "up_DF": P("fsdp", "tensor"),
     "down_FD": P("tensor", "fsdp"),
+    # Adapters (A rank, never split) lie as the matrix that they stand beside.
+    "q_lora_a_DA": P("fsdp", None),
+    "q_lora_b_AHK": P(None, "tensor", None),
+    "k_lora_a_DA": P("fsdp", None),
+    "k_lora_b_AJK": P(None, "tensor", None),
+    "v_lora_a_DA": P("fsdp", None),
+    "v_lora_b_AJK": P(None, "tensor", None),
+    "o_lora_a_HKA": P("tensor", None, None),
+    "o_lora_b_AD": P(None, "fsdp"),
+    "gate_lora_a_DA": P("fsdp", None),
+    "gate_lora_b_AF": P(None, "tensor"),
+    "up_lora_a_DA": P("fsdp", None),
+    "up_lora_b_AF": P(None, "tensor"),
+    "down_lora_a_FA": P("tensor", None),
+    "down_lora_b_AD": P(None, "fsdp"),
 }
 # Parameters under this key carry a leading dimension of layers, which the scan walks: never split.
 STACKED = "blocks"
