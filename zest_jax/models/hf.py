@@ -82,16 +82,24 @@ def load_config(folder: str | Path, dtype: str = "float32") -> PolicyConfig:
     Raises:
       UserError: no readable config.json, or a model that is not supported.
     """
-    path = local_folder(folder) / "config.json"
+    return PolicyConfig.from_hf(read_config(local_folder(folder)), dtype)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The parsed config.json of a folder.
+
+    Raises:
+      UserError: there is none, or it cannot be read.
+    """
+    path = folder / "config.json"
     try:
-        hf = json.loads(path.read_text())
+        return dict(json.loads(path.read_text()))
     except FileNotFoundError:
         raise UserError(
-            f"{path.parent} has no config.json; give the path of a Hugging Face model folder"
+            f"{folder} has no config.json; give the path of a Hugging Face model folder"
         ) from None
-    except ValueError:
+    except (ValueError, TypeError):
         raise UserError(f"{path} is not valid JSON; fetch the model again") from None
-    return PolicyConfig.from_hf(hf, dtype)
 
 
 def load_generation(folder: str | Path) -> dict[str, Any]:

@@ -5,8 +5,8 @@ activations of full width (D) is split over `fsdp`, the one that it spreads work
 feed-forward, vocabulary) over `tensor`, so that a block needs one reduction after attention and one
 after the feed-forward. What has one entry per width or head size is small and replicated.
 
-Shape letters (in the names): V vocabulary, D width, H heads, J key/value heads, K head size,
-F feed-forward width, A rank of an adapter.
+Shape letters (in the names): V vocabulary, L positions, T token types, D width, H heads,
+J key/value heads, K head size, F feed-forward width, A rank of an adapter.
 """
 
 import math
@@ -52,6 +52,20 @@ RULES: dict[str, P] = {
     "up_lora_b_AF": P(None, "tensor"),
     "down_lora_a_FA": P("tensor", None),
     "down_lora_b_AD": P(None, "fsdp"),
+    # BERT-style encoders: biases everywhere, as many key and value heads as query heads.
+    "position_LD": P(None, "fsdp"),
+    "token_type_TD": P(None, "fsdp"),
+    "embed_norm_D": P(),
+    "embed_norm_bias_D": P(),
+    "k_DHK": P("fsdp", "tensor", None),
+    "v_DHK": P("fsdp", "tensor", None),
+    "k_bias_HK": P("tensor", None),
+    "v_bias_HK": P("tensor", None),
+    "o_bias_D": P(),
+    "attention_norm_bias_D": P(),
+    "up_bias_F": P("tensor"),
+    "down_bias_D": P(),
+    "mlp_norm_bias_D": P(),
 }
 # Parameters under this key carry a leading dimension of layers, which the scan walks: never split.
 STACKED = "blocks"
