@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from zest_jax.models.attention import attention
+from zest_jax.models.attention_splash import RESIDUAL_NAME
 from zest_jax.models.config import MATRICES, PolicyConfig
 from zest_jax.models.rope import rotary, rotate
 from zest_jax.parallel.sharding import keep_rows_split
@@ -33,9 +34,19 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
 
 _UNROLLED = 8  # layers up to which a CPU trains without a loop over them
 
+
+def _dots_and_attention(primitive: Any, *args: Any, **params: Any) -> Any:
+    """Products, and what attention kernels give: the dearest to make again, the smallest to keep."""
+    if primitive.name.startswith("dot_product_attention_fwd"):  # cuDNN's
+        return True
+    if jax.checkpoint_policies.save_only_these_names(RESIDUAL_NAME)(primitive, *args, **params):
+        return True
+    return jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *args, **params)
+
+
 _REMAT = {
     "none": None,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "dots": _dots_and_attention,
     "full": jax.checkpoint_policies.nothing_saveable,
 }
 
@@ -168,7 +179,7 @@ class Policy(nnx.Module):
           position_BL: position of each token within its own sequence.
           segment_BL: sequence number of each token where rows hold several (packing), else None.
           remat: what the backward pass keeps of a layer: "none" (everything), "dots" (outputs of
-            the matrix products), "full" (only the layer's input).
+            the matrix products and of attention kernels), "full" (only the layer's input).
         """
         x_BLD = self._embed(ids_BL)
         rope = self._rope(position_BL)
