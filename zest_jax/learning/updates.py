@@ -4,6 +4,9 @@ Each takes a train state and a packed batch, adds up gradients over the micro-ba
 anything, and applies one optimiser step. Losses are normalised by the loss tokens of the whole
 step, so neither packing nor accumulation nor data parallelism changes the result.
 
+What is trained is the whole policy, or, with `frozen` given, its adapters: gradients and moments
+are then of those alone, and no gradient of a frozen matrix is computed.
+
 Shape letters: B rollouts or proposals, C contexts, R rows, X targets per row.
 """
 
@@ -18,8 +21,10 @@ import optax
 from zest_jax.learning.advantages import AdvantageSpec
 from zest_jax.learning.likelihood import as_rows, sequence_log_likelihood, target_log_probs
 from zest_jax.learning.losses import cross_entropy, policy_gradient_loss, token_mean
+from zest_jax.learning.moments import adamw_8bit
 from zest_jax.learning.packing import Array, Packed
 from zest_jax.models import PolicyConfig, bind
+from zest_jax.models.lora import join
 from zest_jax.models.policy import Params
 
 Metrics = dict[str, jax.Array]
@@ -31,7 +36,7 @@ class TrainState:
     """What an update changes, and what a checkpoint holds of a role.
 
     Attributes:
-      params: float32 master weights.
+      params: float32 master weights of what is trained: a whole policy, or its adapters.
       opt_state: the optimiser's moments and counts.
       step: updates made.
     """
@@ -58,6 +63,7 @@ class UpdateSpec:
       clip_high: policy-gradient ratio clip above 1.
       temperature: of the sampler's softmax.
       remat: what the backward pass keeps, see `Policy`.
+      moments: how Adam's moments are stored, "float32" or "int8" (see `moments`).
     """
 
     learning_rate: float
@@ -72,6 +78,7 @@ class UpdateSpec:
     clip_high: float = 0.2
     temperature: float = 1.0
     remat: str = "none"
+    moments: str = "float32"
 
     def optimizer(self) -> optax.GradientTransformation:
         """Clipping, then AdamW on the schedule."""
@@ -87,9 +94,10 @@ class UpdateSpec:
             rate = optax.linear_schedule(0.0, self.learning_rate, self.warmup_steps)
         else:
             rate = optax.constant_schedule(self.learning_rate)
+        adamw = {"float32": optax.adamw, "int8": adamw_8bit}[self.moments]
         return optax.chain(
             optax.clip_by_global_norm(self.max_grad_norm),
-            optax.adamw(
+            adamw(
                 rate,
                 b1=self.b1,
                 b2=self.b2,
@@ -105,9 +113,16 @@ class UpdateSpec:
 
 
 def cloning_update(
-    config: PolicyConfig, spec: UpdateSpec, state: TrainState, batch: Packed
+    config: PolicyConfig,
+    spec: UpdateSpec,
+    state: TrainState,
+    batch: Packed,
+    frozen: Params | None = None,
 ) -> tuple[TrainState, Metrics]:
-    """One step of behaviour cloning: the mean of -log pi(target) over all targets."""
+    """One step of behaviour cloning: the mean of -log pi(target) over all targets.
+
+    `frozen` is as in `policy_update`.
+    """
     normaliser = _count(batch)
 
     def loss(policy, micro):
@@ -116,7 +131,7 @@ def cloning_update(
             "entropy": token_mean(entropy_RX, micro.mask_MRX, normaliser)
         }
 
-    return _step(config, spec, state, batch, loss)
+    return _step(config, spec, state, batch, loss, frozen)
 
 
 def policy_update(
@@ -125,6 +140,7 @@ def policy_update(
     state: TrainState,
     batch: Packed,
     advantage_B: jax.Array,
+    frozen: Params | None = None,
 ) -> tuple[TrainState, Metrics]:
     """One clipped policy-gradient step (GRPO's and HRPO's alike: they differ in the advantages).
 
@@ -134,6 +150,8 @@ def policy_update(
       state: donated by the caller's jit.
       batch: sampled sequences; a target's owner is its row in `advantage_B`.
       advantage_B: advantage of each sequence.
+      frozen: parameters that the policy has beside the state's and that stay as they are, of any
+        type; never donated, since roles share them.
 
     Returns:
       The new state and metrics (loss, ratio, clip_fraction, kl_to_sampler, exp_abs_delta, entropy,
@@ -156,7 +174,7 @@ def policy_update(
         )
         return value, metrics | {"entropy": token_mean(entropy_RX, micro.mask_MRX, normaliser)}
 
-    return _step(config, spec, state, batch, loss)
+    return _step(config, spec, state, batch, loss, frozen)
 
 
 @jax.tree_util.register_dataclass
@@ -192,6 +210,7 @@ def proposer_update(
     state: TrainState,
     anchor_params: Params,
     batch: ProposalBatch,
+    frozen: Params | None = None,
 ) -> tuple[TrainState, Metrics, dict[str, jax.Array]]:
     """Likelihoods of all contexts, reward, hop-grouped advantage and update, in one program.
 
@@ -202,8 +221,9 @@ def proposer_update(
       advantage: the estimator; Dr. Free's is HRPO, keyed by `hops_B`.
       reward: from likelihoods [B, C] and the batch to a dict of [B] arrays with at least `reward`.
       state: the proposer, donated by the caller's jit.
-      anchor_params: the frozen anchor.
+      anchor_params: the frozen anchor; its adapters where `frozen` is given.
       batch: what the host supplies.
+      frozen: what proposer and anchor share, see `policy_update`.
 
     Returns:
       The new state, the update's metrics, and per proposal: `loglik_BC`, `advantage`, and whatever
@@ -211,34 +231,42 @@ def proposer_update(
     """
     B, C = batch.valid_BC.shape
     loglik_BC = sequence_log_likelihood(
-        anchor_config, anchor_params, batch.contexts, B * C
+        anchor_config, join(frozen, anchor_params), batch.contexts, B * C
     ).reshape(B, C)
     parts = reward(loglik_BC, batch)
     advantage_B = advantage(parts["reward"][batch.reward_order_B], batch.hops_B)
-    state, metrics = policy_update(config, spec, state, batch.proposals, advantage_B)
+    state, metrics = policy_update(config, spec, state, batch.proposals, advantage_B, frozen)
     return state, metrics, parts | {"loglik_BC": loglik_BC, "advantage": advantage_B}
 
 
 def _step(
-    config: PolicyConfig, spec: UpdateSpec, state: TrainState, batch: Packed, loss: Callable
+    config: PolicyConfig,
+    spec: UpdateSpec,
+    state: TrainState,
+    batch: Packed,
+    loss: Callable,
+    frozen: Params | None,
 ) -> tuple[TrainState, Metrics]:
     """Adds up loss, metrics and gradients over the micro-batches, then applies the optimiser."""
 
     def value(params, micro):
-        return loss(bind(config, params), micro)
+        return loss(bind(config, join(frozen, params)), micro)
 
+    value_and_grad = jax.value_and_grad(value, has_aux=True)
     rows = as_rows(batch)
     micro_0 = jax.tree.map(lambda x: x[0], rows)
-    shapes = jax.eval_shape(jax.value_and_grad(value, has_aux=True), state.params, micro_0)
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    if len(batch.ids_MRL) == 1:  # nothing to add up: no loop and no second copy of the gradient
+        total = value_and_grad(state.params, micro_0)
+    else:
 
-    def add(i, total):
-        micro = jax.tree.map(lambda x: x[i], rows)
-        return jax.tree.map(
-            jnp.add, total, jax.value_and_grad(value, has_aux=True)(state.params, micro)
-        )
+        def add(i, total):
+            micro = jax.tree.map(lambda x: x[i], rows)
+            return jax.tree.map(jnp.add, total, value_and_grad(state.params, micro))
 
-    (value_sum, metrics), grads = jax.lax.fori_loop(0, batch.micro_batches, add, zeros)
+        shapes = jax.eval_shape(value_and_grad, state.params, micro_0)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        total = jax.lax.fori_loop(0, batch.micro_batches, add, zeros)
+    (value_sum, metrics), grads = total
     updates, opt_state = spec.optimizer().update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
     metrics = metrics | {"loss": value_sum, "grad_norm": optax.tree.norm(grads)}
