@@ -40,7 +40,7 @@ def batch(case: dict[str, Any], vocab_size: int) -> tuple[Any, Any]:
             ids = rng.integers(0, vocab_size, n)
             items.append(Item(ids, targets, np.full(len(targets), -12.0, np.float32)))
     most = sum(len(i.targets) for i in items[:parts])
-    packed = pack(items, PackSpec(R, L, most, 1))
+    packed = pack(items, PackSpec(R, L, most, 1, segments=parts))
     return packed, rng.normal(size=len(items)).astype(np.float32)
 
 

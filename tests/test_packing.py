@@ -118,3 +118,10 @@ def test_unpacking_gives_the_items_back(items, rows):
     want = [(i.ids.tolist(), i.targets.tolist(), i.logp.tolist()) for i in items]
     assert sorted(sequences) == sorted(want)
     assert found == {100 + n: w for n, w in enumerate(want) if w[1]}
+
+
+def test_a_row_holds_no_more_sequences_than_it_may():
+    items = [Item(np.arange(2), np.array([1]), np.zeros(1)) for _ in range(5)]
+    packed = pack(items, PackSpec(rows=3, length=10, targets=5, micro_batches=1, segments=2))
+    assert packed.segment_MRL.max(-1).tolist() == [[2, 2, 1]]
+    assert packed.segments == 2

@@ -34,7 +34,13 @@ def target_log_probs(
       log pi(target) [R, X] and the distribution's entropy [R, X], both float32; what stands at
       padding is of no use.
     """
-    hidden_RLD = policy(micro.ids_MRL, micro.position_MRL, micro.segment_MRL, remat=remat)
+    hidden_RLD = policy(
+        micro.ids_MRL,
+        micro.position_MRL,
+        micro.segment_MRL,
+        most_segments=micro.segments,
+        remat=remat,
+    )
     hidden_RXD = jnp.take_along_axis(hidden_RLD, micro.at_MRX[..., None], axis=1)
     tied = policy.config.tied
     weight = policy.embed_VD[...] if tied else policy.head_DV[...]

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from zest_jax.models.attention import MAX_SEGMENTS
+from zest_jax.models.attention import MOST_SEGMENTS
 
 Array = Any  # numpy on the host, a jax.Array within a compiled step
 
@@ -50,6 +50,7 @@ class Packed:
       owner_MRX: number of the sequence that it belongs to.
       mask_MRX: True for targets, False for padding.
       micro_batches: micro-batches that hold anything, a scalar: the rest is skipped, not computed.
+      segments: most sequences of a row; static in a compiled step.
     """
 
     ids_MRL: Array
@@ -61,6 +62,7 @@ class Packed:
     owner_MRX: Array
     mask_MRX: Array
     micro_batches: Array
+    segments: int = dataclasses.field(default=MOST_SEGMENTS, metadata={"static": True})
 
     @property
     def loss_tokens(self) -> int:
@@ -77,12 +79,14 @@ class PackSpec:
       length: tokens of a row, L.
       targets: loss tokens of a row, X.
       micro_batches: most micro-batches a batch may need, M.
+      segments: most sequences of a row; attention kernels are faster the fewer.
     """
 
     rows: int
     length: int
     targets: int
     micro_batches: int
+    segments: int = MOST_SEGMENTS
 
     @classmethod
     def for_items(cls, count: int, rows: int, length: int, targets: int) -> "PackSpec":
@@ -119,7 +123,7 @@ def pack(items: Sequence[Item], spec: PackSpec, owners: Sequence[int] | None = N
         fits = np.flatnonzero(
             (tokens_used[:opened] + n <= L)
             & (targets_used[:opened] + x <= X)
-            & (sequences[:opened] < MAX_SEGMENTS)
+            & (sequences[:opened] < spec.segments)
         )
         row = int(fits[0]) if len(fits) else opened
         if row == opened:
@@ -155,4 +159,5 @@ def pack(items: Sequence[Item], spec: PackSpec, owners: Sequence[int] | None = N
         owner_MRX=by_micro_batch(owner),
         mask_MRX=by_micro_batch(mask),
         micro_batches=np.int32(used),
+        segments=spec.segments,
     )

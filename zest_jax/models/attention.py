@@ -14,8 +14,8 @@ from zest_jax.models.attention_cudnn import cudnn_attention
 from zest_jax.models.attention_splash import splash_attention
 from zest_jax.models.products import matmul_float32
 
-# Most segments of a row that every back end can tell apart (a kernel wants a fixed number of them).
-MAX_SEGMENTS = 32
+# Most segments of a row, where nobody knows better (a kernel wants a fixed number of them).
+MOST_SEGMENTS = 32
 BACKENDS = ("xla", "cudnn", "splash")
 
 
@@ -29,6 +29,7 @@ def attention(
     query_segment_BL: jax.Array | None = None,
     key_segment_BM: jax.Array | None = None,
     backend: str = "xla",
+    most_segments: int = MOST_SEGMENTS,
 ) -> jax.Array:
     """Causal grouped-query attention, softmax(q k / sqrt(K)) v, over positions and segments.
 
@@ -46,8 +47,8 @@ def attention(
         neighbours, 0 for padding (whose output is of no use); None where a row is one sequence.
       key_segment_BM: segment of each key.
       backend: "xla" takes anything. The kernels "cudnn" and "splash" take whole sequences only: the
-        keys are the queries' own tokens, positions count up along a segment, and no row has more
-        than MAX_SEGMENTS of them.
+        keys are the queries' own tokens, and positions count up along a segment.
+      most_segments: at least the segments of any row; cuDNN is the faster the fewer it may meet.
 
     Returns:
       [B, L, H, K] in the type of the queries.
@@ -68,7 +69,7 @@ def attention(
     if query_BLHK.shape[1] != key_BMJK.shape[1]:
         raise ValueError(f"the {backend} back end attends over whole sequences, not over a cache")
     if backend == "cudnn":
-        return cudnn_attention(query_BLHK, key_BMJK, value_BMJK, query_segment_BL, MAX_SEGMENTS)
+        return cudnn_attention(query_BLHK, key_BMJK, value_BMJK, query_segment_BL, most_segments)
     if backend == "splash":
         return splash_attention(query_BLHK, key_BMJK, value_BMJK, query_segment_BL)
     raise ValueError(f"unknown attention back end {backend!r}; there are {', '.join(BACKENDS)}")

@@ -90,15 +90,16 @@ def worst_difference(config: PolicyConfig, backend: str) -> float:
     rng = np.random.default_rng(0)
     B, L, H, J, K = 2, _LENGTH, config.heads, config.kv_heads, config.head_dim
     arrays = [rng.normal(size=(B, L, n, K)) for n in (H, J, J, H)]
-    # Segments of all sizes, one of a single token, and padding at the end of the second row.
-    lengths = ((100, 1, L - 101), (37, 64, 90))
-    segment_BL = np.zeros((B, L), np.int32)
-    for row, sizes in zip(segment_BL, lengths, strict=True):
-        row[: sum(sizes)] = np.repeat(np.arange(1, len(sizes) + 1), sizes)
+    # Segments of all sizes, one of a single token, and padding at the end of the second row; then
+    # one segment a row, as most rows of a long-context batch have.
+    packed, single = (
+        jnp.asarray([_numbered(sizes, L) for sizes in rows])
+        for rows in (((100, 1, L - 101), (37, 64, 90)), ((L,), (L - 55,)))
+    )
     worst = 0.0
-    for segments in (None, jnp.asarray(segment_BL)):
+    for segment_BL, most in ((None, 1), (packed, 3), (single, 1)):
         results = [
-            _out_and_gradients(name, [jnp.asarray(a, dtype) for a in arrays], segments)
+            _out_and_gradients(name, [jnp.asarray(a, dtype) for a in arrays], segment_BL, most)
             for name, dtype in ((backend, config.dtype), ("xla", jnp.float32))
         ]
         for got, want in zip(*results, strict=True):
@@ -109,8 +110,14 @@ def worst_difference(config: PolicyConfig, backend: str) -> float:
     return float(worst)
 
 
+def _numbered(sizes: tuple[int, ...], length: int) -> list[int]:
+    """Segment numbers of a row: (2, 1) of 4 tokens is 1 1 2 0."""
+    row = [number for number, size in enumerate(sizes, 1) for _ in range(size)]
+    return row + [0] * (length - len(row))
+
+
 def _out_and_gradients(
-    backend: str, arrays: list[jax.Array], segment_BL: jax.Array | None
+    backend: str, arrays: list[jax.Array], segment_BL: jax.Array | None, most_segments: int
 ) -> list[jax.Array]:
     *qkv, slope_BLHK = arrays
     position_BL = jnp.broadcast_to(jnp.arange(qkv[0].shape[1]), qkv[0].shape[:2])
@@ -128,6 +135,7 @@ def _out_and_gradients(
                 query_segment_BL=segment_BL,
                 key_segment_BM=segment_BL,
                 backend=backend,
+                most_segments=most_segments,
             )
             return jnp.where(kept_BL11, x, 0)
 

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from zest_jax.models.attention import attention
+from zest_jax.models.attention import MOST_SEGMENTS, attention
 from zest_jax.models.attention_splash import RESIDUAL_NAME
 from zest_jax.models.config import MATRICES, PolicyConfig
 from zest_jax.models.rope import rotary, rotate
@@ -36,7 +36,7 @@ _UNROLLED = 8  # layers up to which a CPU trains without a loop over them
 
 
 def _dots_and_attention(primitive: Any, *args: Any, **params: Any) -> Any:
-    """Products, and what attention kernels give: the dearest to make again, the smallest to keep."""
+    """Products, and what attention kernels give: dear to make again and small to keep."""
     if primitive.name.startswith("dot_product_attention_fwd"):  # cuDNN's
         return True
     if jax.checkpoint_policies.save_only_these_names(RESIDUAL_NAME)(primitive, *args, **params):
@@ -169,6 +169,7 @@ class Policy(nnx.Module):
         position_BL: jax.Array,
         segment_BL: jax.Array | None = None,
         *,
+        most_segments: int = MOST_SEGMENTS,
         remat: str = "none",
     ) -> jax.Array:
         """Hidden states [B, L, D] after the final norm, for training and scoring.
@@ -178,6 +179,7 @@ class Policy(nnx.Module):
             it needs no mask here, only none of its outputs may be used.
           position_BL: position of each token within its own sequence.
           segment_BL: sequence number of each token where rows hold several (packing), else None.
+          most_segments: at least the segments of any row; kernels are faster the fewer.
           remat: what the backward pass keeps of a layer: "none" (everything), "dots" (outputs of
             the matrix products and of attention kernels), "full" (only the layer's input).
         """
@@ -194,6 +196,7 @@ class Policy(nnx.Module):
                 query_segment_BL=segment_BL,
                 key_segment_BM=segment_BL,
                 backend=self.config.attention,
+                most_segments=most_segments,
             )
             return out, None
 
