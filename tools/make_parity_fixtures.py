@@ -4,6 +4,8 @@ Needs torch and transformers (not a dependency of this project), so the results 
 
     python tools/make_parity_fixtures.py tests/fixtures/hf
 
+(`make_encoder_fixtures.py` does the same for text encoders.)
+
 Each model is a folder as `save_pretrained` of transformers writes it, and `expected.npz` beside the
 weights. Biases and norms are random too: freshly made they are all 0 and all 1, and a loader that
 drops them would pass.

@@ -278,18 +278,13 @@ def _abstract(config: BertConfig) -> tuple[Any, Any]:
     return nnx.split(nnx.eval_shape(lambda: Bert(config, rngs=nnx.Rngs(0))))
 
 
-def init_bert(config: BertConfig, key: jax.Array) -> Params:
-    """Random float32 parameters as a nested dict: embed_VD, blocks/{q_DHK, …}, …"""
-    return nnx.to_pure_dict(nnx.split(Bert(config, rngs=nnx.Rngs(params=key)))[1])
-
-
 def bert_shapes(config: BertConfig) -> Params:
-    """`init_bert` without the numbers: the same nested dict of `jax.ShapeDtypeStruct`s."""
+    """The parameters as `jax.ShapeDtypeStruct`s: embed_VD, blocks/{q_DHK, …}, position_LD, …"""
     return nnx.to_pure_dict(_abstract(config)[1])
 
 
 def bind_bert(config: BertConfig, params: Params) -> Bert:
-    """The module over a dict of parameters (arrays or tracers), as `init_bert` made it."""
+    """The module over a dict of parameters (arrays or tracers), shaped as `bert_shapes`."""
     graphdef, abstract = _abstract(config)
     state = jax.tree.map(lambda x: x, abstract)
     nnx.replace_by_pure_dict(state, params)

@@ -32,6 +32,7 @@ from zest_jax.parallel.sharding import BATCH, batch_sharding
 POOLINGS = ("mean", "cls", "last")
 Kind = Literal["query", "passage"]
 
+_TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "vocab.json", "tokenizer.model")
 _FULL_LENGTH = 512  # tokens up to which a batch has all its rows; longer texts come in fewer
 _WINDOW = 256  # batches whose texts are sorted by length together
 
@@ -253,7 +254,7 @@ def load_encoder(
 
     Raises:
       UserError: a model that is not supported, a pipeline that we would compute otherwise, weights
-        that do not fit the config, or no readable tokenizer.
+        that do not fit the config, or no tokenizer of this model.
     """
     folder = local_folder(folder_or_hub_id)
     said = read_settings(folder, str(folder_or_hub_id))
@@ -264,7 +265,7 @@ def load_encoder(
         _first(normalize, said.normalize, True),
         dimension,
     )
-    tokenizer = _read_tokenizer(said.weights)
+    tokenizer = _read_tokenizer(said.weights, network.vocab_size)
     encoder = Encoder(
         recipe,
         params,
@@ -328,13 +329,24 @@ def _read_network(
     return decoder, read_policy(decoder, files, mesh, dtype)
 
 
-def _read_tokenizer(folder: Path) -> Any:
+def _read_tokenizer(folder: Path, vocab_size: int) -> Any:
     import transformers
 
-    try:
-        return transformers.AutoTokenizer.from_pretrained(folder)
-    except Exception as e:  # whatever the library makes of a missing or broken file
+    # Without these files the library makes up an empty tokenizer, and says nothing.
+    if not any((folder / name).exists() for name in _TOKENIZER_FILES):
         raise UserError(
-            f"{folder} has no tokenizer that can be read ({type(e).__name__}); "
+            f"{folder} has no tokenizer ({', '.join(_TOKENIZER_FILES)}); "
             "fetch the model again with its tokenizer files"
+        )
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    except Exception as e:  # whatever the library makes of a broken file
+        raise UserError(
+            f"the tokenizer in {folder} cannot be read ({type(e).__name__}); fetch the model again"
         ) from e
+    if len(tokenizer) > vocab_size:
+        raise UserError(
+            f"the tokenizer in {folder} has {len(tokenizer)} tokens, but the network has "
+            f"{vocab_size}: they do not belong together"
+        )
+    return tokenizer
