@@ -54,17 +54,19 @@ def ours(case: dict[str, Any]) -> dict[str, Any]:
     from zest_jax.learning.updates import UpdateSpec, policy_update
     from zest_jax.models import init_params
     from zest_jax.models.backends import choose_attention
+    from zest_jax.models.config import LoraSpec
+    from zest_jax.models.lora import add_lora, split_lora
 
     config, message = choose_attention(POLICIES[case["policy"]], case["attention"])
     spec = UpdateSpec(learning_rate=1e-6, remat=case["remat"])
     frozen = None
+    dtype = config.dtype if case["lora"] else "float32"  # a frozen base is kept in bfloat16
+    params = jax.jit(lambda key: jax.tree.map(lambda x: x.astype(dtype), init_params(config, key)))(
+        jax.random.key(0)
+    )
     if case["lora"]:
-        from zest_jax.models.lora import LoraSpec, init_frozen_lora
-
         config = dataclasses.replace(config, lora=LoraSpec(case["lora"], 2.0 * case["lora"]))
-        params, frozen = init_frozen_lora(config, jax.random.key(0))
-    else:
-        params = jax.jit(functools.partial(init_params, config))(jax.random.key(0))
+        params, frozen = split_lora(add_lora(config, params, jax.random.key(1)))
     if case["moments"] != "float32":
         spec = dataclasses.replace(spec, moments=case["moments"])
     # As a whole in one program: no second copy of the weights is held.
