@@ -420,8 +420,8 @@ def test_eight_devices_give_the_vectors_of_one():
             encoder = load_encoder(folder, mesh=mesh)
             q = encoder.params["blocks"]["q_DHK"].sharding
             assert "fsdp" in q.spec and "tensor" in q.spec, q
-            got = encoder.encode_texts(texts[:7], "query", batch_size=4)
-            np.testing.assert_allclose(got, want["query"][:7], atol=1e-5, rtol=0)
+            got = encoder.encode_texts(texts[:5], "query", batch_size=4)
+            np.testing.assert_allclose(got, want["query"][:5], atol=1e-5, rtol=0)
         print("equal")
     """
     environment = os.environ | {

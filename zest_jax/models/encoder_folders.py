@@ -28,7 +28,7 @@ def instruction(task: str) -> str:
 
 # Families whose plain folders do not tell their prefixes, by a part of the folder's or hub name.
 _FAMILIES = (
-    (re.compile(r"(^|[-_/])e5[-_]", re.IGNORECASE), ("query: ", "passage: ")),
+    (re.compile(r"(^|[-_])e5[-_]", re.IGNORECASE), ("query: ", "passage: ")),
     (re.compile(r"qwen3-embedding", re.IGNORECASE), (instruction(WEB_SEARCH), "")),
 )
 
