@@ -22,7 +22,7 @@ def get_config() -> ConfigDict:
     c.policy.kv_heads = 2  # key/value heads
     c.policy.head_dim = 32  # size of a head
     c.policy.mlp_width = 320  # hidden width of the feed-forward
-    c.policy.dtype = "float32"  # compute type; weights and moments are float32 always
+    c.policy.dtype = "float32"  # compute type; what is trained is float32 always
 
     c.warm_start = ConfigDict()  # behaviour cloning before self-evolution
     c.warm_start.steps = 0  # most steps; 0 leaves it out
@@ -98,6 +98,11 @@ def get_config() -> ConfigDict:
     c.training.rows = 8  # rows of a micro-batch
     c.training.b2 = 0.98  # decay of Adam's second moment
     c.training.remat = "none"  # none, dots or full: what the backward pass keeps
+    c.training.moments = "float32"  # float32 or int8: how Adam's moments are stored
+    c.training.lora = ConfigDict()  # adapters beside a frozen policy, shared by the roles
+    c.training.lora.rank = 0  # of the adapters; 0 trains the whole policy
+    c.training.lora.alpha = 16.0  # weight of the adapters, divided by the rank
+    c.training.lora.targets = ("q", "k", "v", "o", "gate", "up", "down")  # matrices with adapters
 
     c.evaluation = ConfigDict()
     c.evaluation.draws = 10_000  # bootstrap draws

@@ -40,6 +40,17 @@ def test_keeps_the_newest(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "3"]
 
 
+def test_an_older_one_by_the_updates_made_before_it(tmp_path):
+    with Checkpoints(tmp_path, keep=3) as checkpoints:
+        # As a run saves: the end of a phase changes the state without an update.
+        for number, step in ((1, 0), (2, 5), (3, 10), (4, 10)):
+            checkpoints.save(number, state_of(number), {"step": step})
+        assert checkpoints.steps() == {5: 2, 10: 4}
+        number, state, host = checkpoints.restore(state_of(0), 2)
+    assert (number, host) == (2, {"step": 5})
+    np.testing.assert_array_equal(state["solver"]["params"], 2)
+
+
 def test_an_unfinished_checkpoint_is_never_restored(tmp_path):
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, state_of(1), {"phase": 1})

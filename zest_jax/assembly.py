@@ -16,7 +16,9 @@ from zest_jax.errors import UserError
 from zest_jax.learning.packing import PackSpec
 from zest_jax.learning.updates import UpdateSpec
 from zest_jax.models import PolicyConfig, init_params
+from zest_jax.models.config import LoraSpec
 from zest_jax.models.hf import load_pretrained
+from zest_jax.models.lora import add_lora, fingerprint, join, split_lora
 from zest_jax.models.policy import Params
 from zest_jax.retrieval import Retriever
 from zest_jax.rollout.engine import RolloutSpec
@@ -36,7 +38,8 @@ class Parts:
       tokenizer: the policy's.
       encode: texts -> token ids.
       policy: shape of the policy (proposer, solver and anchor share it so far).
-      params: where it starts from.
+      params: where training starts from: the whole policy, or adapters that change nothing yet.
+      frozen: the policy beside the adapters, one for all roles; None where all of it is trained.
       origin: where that came from, in words.
       retriever: the passages, on device.
       solver_sampler, proposer_sampler: compiled rollouts.
@@ -47,10 +50,15 @@ class Parts:
     encode: Callable[[Sequence[str]], list[list[int]]]
     policy: PolicyConfig
     params: Params
+    frozen: Params | None
     origin: str
     retriever: Retriever
     solver_sampler: Sampler
     proposer_sampler: Sampler
+
+    def whole(self, params: Params) -> Params:
+        """All parameters of a policy of which `params` are trained, without copying any."""
+        return join(self.frozen, params)
 
 
 def build(config: Any, traces: TraceCounter) -> Parts:
@@ -71,9 +79,12 @@ def build(config: Any, traces: TraceCounter) -> Parts:
                 f"{atlas.folder / name}.jsonl: no such file; expected questions to measure the "
                 "solver by."
             )
+    lora, frozen = lora_spec(config), None
+    # A frozen policy is only computed with, so it is kept in the type of that.
+    kept = "float32" if lora is None else config.policy.dtype
     if config.policy.folder:
         folder = policy_folder(config.policy.folder)
-        policy, params = load_pretrained(folder, dtype=config.policy.dtype)
+        policy, params = load_pretrained(folder, dtype=config.policy.dtype, param_dtype=kept)
         tokenizer = read_tokenizer(folder)
         origin = config.policy.folder
     else:
@@ -89,7 +100,12 @@ def build(config: Any, traces: TraceCounter) -> Parts:
             dtype=config.policy.dtype,
         )
         params = init_params(policy, random_key(config.seed, "policy", 0))
+        params = jax.tree.map(lambda x: x.astype(kept), params)
         origin = "random weights"
+    if lora is not None:
+        policy = dataclasses.replace(policy, lora=lora)
+        params = add_lora(policy, params, random_key(config.seed, "adapters", 0))
+        params, frozen = split_lora(params)
 
     def encode(texts: Sequence[str]) -> list[list[int]]:
         if not texts:
@@ -127,6 +143,7 @@ def build(config: Any, traces: TraceCounter) -> Parts:
         encode=encode,
         policy=policy,
         params=params,
+        frozen=frozen,
         origin=origin,
         retriever=retriever,
         solver_sampler=Sampler(
@@ -184,9 +201,16 @@ def protocol(name: str) -> Protocol:
     return PROTOCOLS[name]
 
 
+def lora_spec(config: Any) -> LoraSpec | None:
+    """The adapters that are trained, None where the whole policy is."""
+    lora = config.training.lora
+    return LoraSpec(lora.rank, lora.alpha, tuple(lora.targets)) if lora.rank else None
+
+
 def update_specs(config: Any) -> dict[str, UpdateSpec]:
     """How each role is updated, and how the warm start is."""
-    w, shared = config.warm_start, {"b2": config.training.b2, "remat": config.training.remat}
+    w, t = config.warm_start, config.training
+    shared = {"b2": t.b2, "remat": t.remat, "moments": t.moments}
     specs = {
         "warm_start": UpdateSpec(
             learning_rate=w.learning_rate,
@@ -271,13 +295,34 @@ def mix(config: Any, clean: bool) -> Mix:
 
 
 def initial_state(config: Any, params: Params) -> dict[str, Any]:
-    """Everything that a checkpoint holds, as it is before the first update."""
+    """Everything that a checkpoint holds, as it is before the first update: of `Parts.params`, so
+    that a frozen policy is in none."""
     specs = update_specs(config)
     return {
         "solver": specs["warm_start" if config.warm_start.steps else "solver"].init(params),
         "proposer": specs["proposer"].init(params),
         "anchor": jax.tree.map(jnp.copy, params),
     }
+
+
+def base_of(parts: Parts) -> int | None:
+    """What a checkpoint notes of a frozen policy, which it does not hold; None where there is
+    none."""
+    return None if parts.frozen is None else fingerprint(parts.frozen)
+
+
+def check_base(host: dict[str, Any], parts: Parts) -> None:
+    """Refuses adapters beside another frozen policy than the one that they were trained with.
+
+    Raises:
+      UserError: the checkpoint with this host state notes another one.
+    """
+    if host.get("base") != base_of(parts):
+        raise UserError(
+            f"the checkpoint's adapters belong to other weights than those that {parts.origin} "
+            "has now; bring the run's own weights back (policy.folder), or begin in another "
+            "workdir."
+        )
 
 
 @dataclasses.dataclass(frozen=True)

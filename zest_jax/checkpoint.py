@@ -33,6 +33,18 @@ class Checkpoints:
         """Number of the newest complete checkpoint, None without one."""
         return self._manager.latest_step()
 
+    def steps(self) -> dict[int, int]:
+        """Updates made -> number of the newest complete checkpoint after so many, in order.
+
+        Read from the host states' `step`: the end of a phase is saved without an update, so that
+        several checkpoints may have the same one.
+        """
+        found = {}
+        for number in sorted(self._manager.all_steps()):
+            args = ocp.args.Composite(host=ocp.args.JsonRestore())
+            found[int(self._manager.restore(number, args=args)["host"]["step"])] = number
+        return found
+
     def save(self, number: int, state: Any, host: dict[str, Any]) -> None:
         """Writes a checkpoint under a larger number than before; on return it is complete.
 
@@ -44,10 +56,10 @@ class Checkpoints:
         self._manager.save(number, args=args, force=True)
         self._manager.wait_until_finished()
 
-    def restore(self, like: Any) -> tuple[int, Any, dict[str, Any]]:
-        """Number, state and host state of the newest checkpoint, arrays placed as those of `like`
-        are."""
-        number = self.latest
+    def restore(self, like: Any, number: int | None = None) -> tuple[int, Any, dict[str, Any]]:
+        """Number, state and host state of a checkpoint (the newest if not told), arrays placed as
+        those of `like` are."""
+        number = self.latest if number is None else number
         if number is None:
             raise ValueError("there is no checkpoint to restore")
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)

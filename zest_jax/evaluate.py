@@ -4,6 +4,7 @@
     python -m zest_jax.evaluate --config=configs/smoke.py \\
         --config.policy.folder=my-solver --tasks=questions.jsonl --out=answers.jsonl
 
+With --step=N it is the run's solver after N updates, as long as the run keeps that checkpoint.
 Without --tasks the world's held-out questions are asked. A line of a task file is
 {"id", "question", "golden_answers"}, and "hops" where known.
 """
@@ -25,14 +26,16 @@ from zest_jax.tracing import TraceCounter
 def main(config: Any, workdir: str | None, values: flags.FlagValues) -> None:
     if (config is None) == (workdir is None):
         raise UserError("say whose solver is asked: either --workdir=RUN or --config=FILE.")
+    if config is not None and values.step is not None:
+        raise UserError("--step names a checkpoint of a run; say which run: --workdir=RUN.")
     if values.out and Path(values.out).is_dir():
         raise UserError(f"{values.out} is a folder; name a file to write to.")
     if workdir is not None:
-        parts, params, step = export.load_role(workdir, "solver")
+        parts, params, step = export.load_role(workdir, "solver", values.step)
         who = f"{workdir}, step {step}"
     else:
         parts = assembly.build(config, TraceCounter())
-        params, who = parts.params, parts.origin
+        params, who = parts.whole(parts.params), parts.origin
     tasks = list(read_tasks(values.tasks)) if values.tasks else list(parts.atlas.heldout_tasks)
     if not tasks:
         raise UserError(f"{parts.atlas.folder} has no held-out questions; give --tasks=FILE.")
@@ -56,6 +59,7 @@ def main(config: Any, workdir: str | None, values: flags.FlagValues) -> None:
 def define(values: flags.FlagValues) -> None:
     flags.DEFINE_string("tasks", "", "a jsonl of questions; the held-out ones without it", values)
     flags.DEFINE_string("out", "", "a jsonl that gets every answer with its episode", values)
+    flags.DEFINE_integer("step", None, "of the run; its newest if not given", flag_values=values)
     flags.DEFINE_float("temperature", 0.0, "of sampling; 0 is greedy", flag_values=values)
     flags.DEFINE_integer("seed", 0, "of sampling", flag_values=values)
 

@@ -3,7 +3,9 @@
     python -m zest_jax.export --workdir=runs/smoke --role=solver --out=my-solver
 
 The folder loads in transformers (`AutoModelForCausalLM`, `AutoTokenizer`) and in another run
-(`--config.policy.folder=my-solver`).
+(`--config.policy.folder=my-solver`). The weights are those of the newest checkpoint, or with
+--step=N of the one after N updates, as long as the run keeps it (checkpoint.keep). Adapters are
+merged into the matrices that they stand beside.
 """
 
 import json
@@ -19,6 +21,7 @@ from zest_jax import assembly, cli
 from zest_jax.checkpoint import Checkpoints
 from zest_jax.errors import UserError
 from zest_jax.models.hf import save_pretrained
+from zest_jax.models.lora import merge_lora
 from zest_jax.models.policy import Params
 from zest_jax.tracing import TraceCounter
 from zest_jax.workdir import Workdir
@@ -26,11 +29,22 @@ from zest_jax.workdir import Workdir
 ROLES = ("solver", "proposer", "anchor")
 
 
-def load_role(workdir_path: str, role: str) -> tuple[assembly.Parts, Params, int]:
-    """The parts of a run, a role's weights in its newest checkpoint, and that checkpoint's step.
+def load_role(
+    workdir_path: str, role: str, step: int | None = None
+) -> tuple[assembly.Parts, Params, int]:
+    """The parts of a run, a role's weights in a checkpoint of it, and that checkpoint's step.
+
+    Args:
+      workdir_path: the run's.
+      role: one of `ROLES`.
+      step: updates after which the checkpoint was made; None for the newest.
+
+    Returns:
+      The parts, all parameters of the role (base and adapters where there are any), the step.
 
     Raises:
-      UserError: an unknown role, or a folder that is no workdir or has no checkpoint.
+      UserError: an unknown role, a folder that is no workdir or has no checkpoint (of that step),
+        or adapters whose base is another one now.
     """
     if role not in ROLES:
         raise UserError(f"the role is one of {', '.join(ROLES)}, not {role!r}.")
@@ -38,25 +52,39 @@ def load_role(workdir_path: str, role: str) -> tuple[assembly.Parts, Params, int
         raise UserError(f"{workdir_path} is no workdir of a run: it has no config.json.")
     workdir = Workdir(workdir_path, lock=False)
     config = ConfigDict(json.loads(workdir.config_json.read_text("utf-8")))
-    parts = assembly.build(config, TraceCounter())
-    checkpoints = Checkpoints(workdir.checkpoints, config.checkpoint.keep)
-    if checkpoints.latest is None:
-        raise UserError(f"{workdir_path} has no checkpoint yet; let the run come further.")
-    _, state, host = checkpoints.restore(assembly.initial_state(config, parts.params))
-    checkpoints.close()
-    return parts, state[role] if role == "anchor" else state[role].params, host["step"]
+    with Checkpoints(workdir.checkpoints, config.checkpoint.keep) as checkpoints:
+        number = checkpoints.latest
+        if number is None:
+            raise UserError(f"{workdir_path} has no checkpoint yet; let the run come further.")
+        if step is not None:
+            steps = checkpoints.steps()
+            if step not in steps:
+                raise UserError(
+                    f"{workdir_path} has no checkpoint of step {step}; there are those of "
+                    f"{', '.join(map(str, steps))} (checkpoint.keep says how many a run keeps)."
+                )
+            number = steps[step]
+        parts = assembly.build(config, TraceCounter())
+        like = assembly.initial_state(config, parts.params)
+        _, state, host = checkpoints.restore(like, number)
+    assembly.check_base(host, parts)
+    params = state[role] if role == "anchor" else state[role].params
+    return parts, parts.whole(params), host["step"]
 
 
-def export(workdir_path: str, role: str, out: str, dtype: str = "float32") -> int:
-    """Writes the newest checkpoint's weights of a role as a folder; returns its step.
+def export(
+    workdir_path: str, role: str, out: str, dtype: str = "float32", step: int | None = None
+) -> int:
+    """Writes a checkpoint's weights of a role as a folder; returns the checkpoint's step.
 
     Raises:
       UserError: see `load_role`.
     """
     if Path(out).exists() and not Path(out).is_dir():
         raise UserError(f"{out} is a file; name a folder to write to.")
-    parts, params, step = load_role(workdir_path, role)
-    save_pretrained(parts.policy, jax.device_get(params), out, parts.tokenizer, dtype=dtype)
+    parts, params, step = load_role(workdir_path, role, step)
+    policy, params = merge_lora(parts.policy, params)
+    save_pretrained(policy, jax.device_get(params), out, parts.tokenizer, dtype=dtype)
     return step
 
 
@@ -65,13 +93,14 @@ def main(config: Any, workdir: str, values: flags.FlagValues) -> None:
         raise UserError("an export takes the run's own config; leave --config out.")
     if not values.out:
         raise UserError("no folder is given; say where to write: --out=my-solver.")
-    step = export(workdir, values.role, values.out, values.dtype)
+    step = export(workdir, values.role, values.out, values.dtype, values.step)
     print(f"{values.role} of step {step} written to {values.out}")
 
 
 def define(values: flags.FlagValues) -> None:
     flags.DEFINE_string("role", "solver", "whose weights: solver, proposer or anchor", values)
     flags.DEFINE_string("out", "", "the folder to write", values)
+    flags.DEFINE_integer("step", None, "updates made; the newest if not given", flag_values=values)
     flags.DEFINE_string("dtype", "float32", "float32 or bfloat16", values)
 
 

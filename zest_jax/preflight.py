@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from zest_jax.errors import UserError
+from zest_jax.models.config import MATRICES
 from zest_jax.rewards.information_gain import SHORTCUTS
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ def check_fields(config: Any) -> None:
         "policy.dtype": (config.policy.dtype, ("float32", "bfloat16")),
         "reward.squash": (config.reward.squash, ("a", "b")),
         "training.remat": (config.training.remat, ("none", "dots", "full")),
+        "training.moments": (config.training.moments, ("float32", "int8")),
     }
     for field, (value, known) in choices.items():
         if value not in known:
@@ -33,6 +35,14 @@ def check_fields(config: Any) -> None:
         raise UserError(
             f"config field reward.without names some of {', '.join(SHORTCUTS)}, and not all."
         )
+    lora = config.training.lora
+    if lora.rank < 0 or lora.alpha <= 0:
+        raise UserError(
+            f"config field training.lora.rank must be at least 0 (which trains the whole policy), "
+            f"and training.lora.alpha above 0, got {lora.rank} and {lora.alpha}."
+        )
+    if not lora.targets or set(lora.targets) - set(MATRICES):
+        raise UserError(f"config field training.lora.targets names some of {', '.join(MATRICES)}.")
     least = {
         "seed": 0,
         "policy.width": 1,

@@ -73,13 +73,15 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
     # ------------------------------------------------------------------------------------------
     parts = assembly.build(c, traces)
     preflight.check_world(c, parts)
-    atlas, policy = parts.atlas, parts.policy
+    atlas, policy, frozen = parts.atlas, parts.policy, parts.frozen
     solver_sampler, proposer_sampler = parts.solver_sampler, parts.proposer_sampler
-    size = sum(x.size for x in jax.tree.leaves(parts.params))
+    trained = sum(x.size for x in jax.tree.leaves(parts.params))
+    size = trained + sum(x.size for x in jax.tree.leaves(frozen))
     say(
         f"world {atlas.folder.name}: {atlas.graph.entity_count} entities, "
         f"{atlas.graph.triple_count} triples, {len(atlas.passages)} passages; "
         f"policy of {size:,} parameters from {parts.origin}"
+        + (f", of which {trained:,} in adapters are trained" if frozen else "")
     )
 
     # ------------------------------------------------------------------------------------------
@@ -132,10 +134,11 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
     phases = assembly.phases(c)
     state = assembly.initial_state(c, parts.params)
     host: dict[str, Any] = {"saves": 0, "phase": 0, "phase_step": 0, "step": 0}
-    host |= {"records": 0, "retraces": 0, "seconds": {}}
+    host |= {"records": 0, "retraces": 0, "seconds": {}, "base": assembly.base_of(parts)}
     checkpoints = Checkpoints(workdir.checkpoints, c.checkpoint.keep)
     if checkpoints.latest is not None:
         _, state, host = checkpoints.restore(state)
+        assembly.check_base(host, parts)
         say(f"resumed at step {host['step']}")
     retraces_before = host["retraces"]
     watch = Stopwatch(host["seconds"])
@@ -194,7 +197,11 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
                 raise UserError(f"{path} is gone or cut; the run cannot be reported without it.")
             with watch("evaluation"):
                 answered[mode] = evaluation.answer_tasks(
-                    solver_sampler, params, atlas.heldout_tasks, key(f"eval {mode}"), temperature
+                    solver_sampler,
+                    parts.whole(params),
+                    atlas.heldout_tasks,
+                    key(f"eval {mode}"),
+                    temperature,
                 )
         records = [a.to_json() | {"mode": m} for m, group in answered.items() for a in group]
         workdir_lib.write_jsonl(path, records)
@@ -228,13 +235,14 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
                 scripted = cloning.scripted_episodes(atlas, mix, w.sequences, rng("warm start"))
                 items = cloning.episode_items(scripted, parts.encode)
             state["solver"], values = cloning_step(
-                state["solver"], pack(items, packs["warm_start"])
+                state["solver"], pack(items, packs["warm_start"]), frozen
             )
             record = {f"warm_start/{name}": float(value) for name, value in values.items()}
             stop = False
             if (step + 1) % w.stop_every == 0:
+                solver = parts.whole(state["solver"].params)
                 answered = evaluation.answer_tasks(
-                    solver_sampler, state["solver"].params, atlas.validation_tasks, key("stop"), 0.0
+                    solver_sampler, solver, atlas.validation_tasks, key("stop"), 0.0
                 )
                 em = float(np.mean([a.em for a in answered]))
                 record["warm_start/validation_em"] = em
@@ -259,9 +267,8 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
         chains: Sequence[Chain], name: str
     ) -> tuple[Trajectories, list[proposals.Proposal]]:
         prompts = parts.encode([scripts.proposer_prompt(chain, atlas) for chain in chains])
-        episodes = proposer_sampler(
-            state["proposer"].params, prompts, key(name), c.proposer.temperature
-        )
+        proposer = parts.whole(state["proposer"].params)
+        episodes = proposer_sampler(proposer, prompts, key(name), c.proposer.temperature)
         texts = proposer_sampler.texts(episodes)
         return episodes, [
             proposals.judge(chain, text, atlas, fits)
@@ -302,7 +309,7 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
                 reward_order_B=order,
             )
             state["proposer"], values, per_row = proposer_update(
-                state["proposer"], state["anchor"], batch
+                state["proposer"], state["anchor"], batch, frozen
             )
             values, per_row = jax.device_get((values, per_row))
             record = records.proposer_metrics(proposed, episodes, values, per_row, valid_BC, atlas)
@@ -369,9 +376,8 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
                 [solver_sampler.protocol.prompt.format(question=t.question) for t in chosen]
             )
             prompts = [ids for ids in prompts for _ in range(group)]
-            episodes = solver_sampler(
-                state["solver"].params, prompts, key("solve"), c.solver.temperature
-            )
+            solver = parts.whole(state["solver"].params)
+            episodes = solver_sampler(solver, prompts, key("solve"), c.solver.temperature)
             answers = solver_sampler.answers(episodes)
             outcomes = [
                 outcome(answers[g * group : (g + 1) * group], task.answers)
@@ -387,7 +393,7 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
             values = {}
             if len(keep):
                 batch = pack(_sampled_items(episodes, keep), packs["solver"], keep)
-                state["solver"], values = solver_update(state["solver"], batch, advantage_B)
+                state["solver"], values = solver_update(state["solver"], batch, advantage_B, frozen)
                 values = jax.device_get(values)
             record = records.solver_metrics(chosen, episodes, outcomes, reward_B, values)
             if host["phase_step"] % c.log.rollouts_every == 0:

@@ -95,21 +95,26 @@ def merge_lora(config: PolicyConfig, params: Params) -> tuple[PolicyConfig, Para
 
 
 def fingerprint(params: Params) -> int:
-    """A number that other values of the same shapes hardly share: sums of the arrays' bits.
+    """A number that other values of the same shapes hardly share: a sum of hashed bits.
 
     Checkpoints of a run with adapters do not hold the base; this tells whether the one that is
     loaded later is still the same. Sums of integers are exact, so no device or mesh changes it.
     """
     total = 0
     for number, leaf in enumerate(jax.tree.leaves(params)):
-        total += (2 * number + 1) * int(_bit_sum(leaf))
+        total += (2 * number + 1) * int(_hash_sum(leaf))
     return total % 2**32
 
 
 @jax.jit
-def _bit_sum(x: jax.Array) -> jax.Array:
-    bits: Any = {2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
-    return jnp.sum(jax.lax.bitcast_convert_type(x, bits), dtype=jnp.uint32)
+def _hash_sum(x: jax.Array) -> jax.Array:
+    unsigned: Any = {2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
+    bits = jax.lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
+    # Multiplied and folded: in a plain sum, a change of every element by a power of 2 could cancel.
+    place = jnp.arange(x.size, dtype=jnp.uint32).reshape(x.shape)
+    mixed = bits + place * jnp.uint32(0x9E3779B1)
+    mixed = (mixed ^ (mixed >> 16)) * jnp.uint32(0x7FEB352D)
+    return jnp.sum(mixed ^ (mixed >> 15), dtype=jnp.uint32)
 
 
 @functools.partial(jax.jit, static_argnums=3)
