@@ -9,9 +9,11 @@ import tiny
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from real_qwen import qwen3
 from tokenizers.normalizers import NFC
 
 import zest_jax
+from zest_jax.errors import UserError
 from zest_jax.rollout.stops import NONE, build_stop_table, token_bytes
 
 ATLAS = Path(zest_jax.__file__).parent / "assets" / "atlas" / "tokenizer"
@@ -37,12 +39,14 @@ PIECES = [
 
 
 def load(name):
+    if name == "qwen3":
+        return qwen3()
     if name == "atlas":
         return transformers.AutoTokenizer.from_pretrained(ATLAS)
     return tiny.tokenizer(tags_as_tokens=name == "tiny")
 
 
-@pytest.fixture(scope="module", params=["atlas", "tiny", "tiny split"])
+@pytest.fixture(scope="module", params=["atlas", "tiny", "tiny split", "qwen3"])
 def tokenizer(request):
     return load(request.param)
 
@@ -136,6 +140,31 @@ def test_unfinished_characters_keep_their_bytes(tokenizer):
     assert [step[2] for step in through_table(table, cut + tail)][-1] == 1
 
 
+def test_the_real_qwen3_tokenizer_is_the_published_one():
+    tokenizer = qwen3()
+    assert len(tokenizer) == 151_669
+    # Ids as anyone's Qwen2.5 or Qwen3 gives them.
+    for text, ids in {
+        "<search>": [27, 1836, 29],
+        "</search>": [522, 1836, 29],
+        "<answer>": [27, 9217, 29],
+        "<information>": [27, 25069, 29],
+        "<|im_end|>": [151_645],
+        "</think>": [151_668],
+    }.items():
+        assert tokenizer.encode(text, add_special_tokens=False) == ids
+    tokens = token_bytes(tokenizer)
+    assert tokens[151_645] is None and tokens[151_668] == b"</think>"
+
+
+def test_ids_that_a_vocabulary_leaves_out_have_no_bytes():
+    import tokenizers
+
+    model = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 3}, []))
+    wrapped = transformers.PreTrainedTokenizerFast(tokenizer_object=model)
+    assert token_bytes(wrapped) == [b"a", None, None, b"b"]
+
+
 def test_a_tokenizer_without_bytes_is_refused():
     import tokenizers
 
@@ -143,7 +172,7 @@ def test_a_tokenizer_without_bytes_is_refused():
         tokenizers.models.BPE({"▁x": 0, "<unk>": 1}, [], unk_token="<unk>")
     )
     wrapped = transformers.PreTrainedTokenizerFast(tokenizer_object=model, unk_token="<unk>")
-    with pytest.raises(Exception, match="not byte-level"):
+    with pytest.raises(UserError, match="not byte-level"):
         token_bytes(wrapped)
 
 

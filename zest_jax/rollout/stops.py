@@ -15,6 +15,8 @@ import dataclasses
 import jax
 import numpy as np
 
+from zest_jax.errors import UserError
+
 NONE = 0  # no tag was completed in this token; tag kinds count from 1
 
 
@@ -50,21 +52,23 @@ def token_bytes(tokenizer) -> list[bytes | None]:
         are).
 
     Raises:
-      ValueError: a vocabulary entry has a character outside GPT-2's byte alphabet.
+      UserError: a vocabulary entry has a character outside GPT-2's byte alphabet.
     """
     alphabet = _byte_alphabet()
     added = tokenizer.added_tokens_decoder
-    out: list[bytes | None] = [None] * len(tokenizer)
-    for token, index in tokenizer.get_vocab().items():
+    vocab = tokenizer.get_vocab()
+    # Not `len(tokenizer)`: a vocabulary may leave ids out.
+    out: list[bytes | None] = [None] * (max(vocab.values(), default=-1) + 1)
+    for token, index in vocab.items():
         if index in added:
             out[index] = None if added[index].special else added[index].content.encode()
             continue
         try:
             out[index] = bytes(alphabet[c] for c in token)
         except KeyError:
-            raise ValueError(
-                f"token {index} ({token!r}) is not byte-level: this tokenizer cannot be used with "
-                "stop detection on bytes"
+            raise UserError(
+                f"token {index} ({token!r}) is not byte-level, so tags cannot be found in this "
+                "tokenizer's bytes; take a policy with a byte-level BPE (Qwen, Llama 3, SmolLM2)."
             ) from None
     return out
 
