@@ -23,6 +23,9 @@ def get_config() -> ConfigDict:
     c.policy.head_dim = 32  # size of a head
     c.policy.mlp_width = 320  # hidden width of the feed-forward
     c.policy.dtype = "float32"  # compute type; what is trained is float32 always
+    c.policy.attention = (
+        "auto"  # auto (the machine's kernel, if it passes its test), xla, cudnn, splash
+    )
 
     c.warm_start = ConfigDict()  # behaviour cloning before self-evolution
     c.warm_start.steps = 0  # most steps; 0 leaves it out

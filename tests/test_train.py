@@ -79,7 +79,7 @@ def test_everything_is_left_in_the_workdir(finished_run):
     names = {path.name for path in finished_run.iterdir()}
     assert names == {
         "config.json", "metrics.jsonl", "tensorboard", "checkpoints", "tasks", "rollouts",
-        "evaluation", "report.json", "report.html", "log.txt", ".lock",
+        "evaluation", "report.json", "report.html", "log.txt", ".lock", "memory.txt",
     }  # fmt: skip
     for iteration in range(2):
         tasks = list(read_tasks(finished_run / "tasks" / f"iteration_{iteration}.jsonl"))
@@ -182,3 +182,11 @@ def test_a_loss_that_is_no_number_stops_the_run(place, finished_run, tmp_path):
     assert last["step"] == 1 and last["proposer/loss"] is None
     assert not math.isnan(last["proposer/valid"])
     assert not (workdir / "report.json").exists()
+
+
+def test_the_memory_plan_is_left_and_told(finished_run):
+    plan = (finished_run / "memory.txt").read_text("utf-8")
+    for part in ("solver: moments (float32)", "solver update", "solver rollouts", "KV cache"):
+        assert part in plan
+    log = (finished_run / "log.txt").read_text("utf-8")
+    assert "attention: xla (there is no kernel for cpu); memory: " in log

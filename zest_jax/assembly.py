@@ -16,6 +16,7 @@ from zest_jax.errors import UserError
 from zest_jax.learning.packing import PackSpec
 from zest_jax.learning.updates import UpdateSpec
 from zest_jax.models import PolicyConfig, init_params
+from zest_jax.models.backends import choose_attention
 from zest_jax.models.config import LoraSpec
 from zest_jax.models.hf import load_pretrained
 from zest_jax.models.lora import add_lora, fingerprint, join, split_lora
@@ -41,6 +42,7 @@ class Parts:
       params: where training starts from: the whole policy, or adapters that change nothing yet.
       frozen: the policy beside the adapters, one for all roles; None where all of it is trained.
       origin: where that came from, in words.
+      attention: which back end was chosen, and why.
       retriever: the passages, on device.
       solver_sampler, proposer_sampler: compiled rollouts.
     """
@@ -52,6 +54,7 @@ class Parts:
     params: Params
     frozen: Params | None
     origin: str
+    attention: str
     retriever: Retriever
     solver_sampler: Sampler
     proposer_sampler: Sampler
@@ -102,6 +105,7 @@ def build(config: Any, traces: TraceCounter) -> Parts:
         params = init_params(policy, random_key(config.seed, "policy", 0))
         params = jax.tree.map(lambda x: x.astype(kept), params)
         origin = "random weights"
+    policy, attention = choose_attention(policy, config.policy.attention)
     if lora is not None:
         policy = dataclasses.replace(policy, lora=lora)
         params = add_lora(policy, params, random_key(config.seed, "adapters", 0))
@@ -145,6 +149,7 @@ def build(config: Any, traces: TraceCounter) -> Parts:
         params=params,
         frozen=frozen,
         origin=origin,
+        attention=attention,
         retriever=retriever,
         solver_sampler=Sampler(
             "solver_rollout",

@@ -64,7 +64,12 @@ def load_role(
                     f"{', '.join(map(str, steps))} (checkpoint.keep says how many a run keeps)."
                 )
             number = steps[step]
-        parts = assembly.build(config, TraceCounter())
+        try:
+            parts = assembly.build(config, TraceCounter())
+        except AttributeError as error:  # a field that runs did not have when this one began
+            raise UserError(
+                f"{workdir_path} was made by another version of zest_jax ({error}); use that one."
+            ) from None
         like = assembly.initial_state(config, parts.params)
         _, state, host = checkpoints.restore(like, number)
     assembly.check_base(host, parts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from zest_jax.errors import UserError
+from zest_jax.models.attention import BACKENDS
 from zest_jax.models.config import MATRICES
 from zest_jax.rewards.information_gain import SHORTCUTS
 
@@ -23,6 +24,7 @@ def check_fields(config: Any) -> None:
     choices = {
         "method": (config.method, METHODS),
         "policy.dtype": (config.policy.dtype, ("float32", "bfloat16")),
+        "policy.attention": (config.policy.attention, ("auto", *BACKENDS)),
         "reward.squash": (config.reward.squash, ("a", "b")),
         "training.remat": (config.training.remat, ("none", "dots", "full")),
         "training.moments": (config.training.moments, ("float32", "int8")),

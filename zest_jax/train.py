@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zest_jax import assembly, cli, evaluation, preflight, records
+from zest_jax import assembly, cli, evaluation, memory_plan, preflight, records
 from zest_jax import workdir as workdir_lib
 from zest_jax.checkpoint import Checkpoints
 from zest_jax.config import config_hash
@@ -73,6 +73,8 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
     # ------------------------------------------------------------------------------------------
     parts = assembly.build(c, traces)
     preflight.check_world(c, parts)
+    plan = memory_plan.check_run(c, parts.policy, parts.retriever)
+    workdir.write("memory.txt", plan.table() + "\n")
     atlas, policy, frozen = parts.atlas, parts.policy, parts.frozen
     solver_sampler, proposer_sampler = parts.solver_sampler, parts.proposer_sampler
     trained = sum(x.size for x in jax.tree.leaves(parts.params))
@@ -83,6 +85,7 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
         f"policy of {size:,} parameters from {parts.origin}"
         + (f", of which {trained:,} in adapters are trained" if frozen else "")
     )
+    say(f"{parts.attention}; {plan.summary()}")
 
     # ------------------------------------------------------------------------------------------
     # Compiled updates

@@ -51,6 +51,13 @@ _REMAT = {
 }
 
 
+def checkpointed(layer: Callable[..., Any], remat: str) -> Callable[..., Any]:
+    """The layer, keeping for its backward pass what the remat policy of that name says."""
+    if remat == "none":
+        return layer
+    return jax.checkpoint(layer, policy=_REMAT[remat], prevent_cse=False)
+
+
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     """x / sqrt(mean(x^2) + eps) * scale over the last axis, in float32, back in the type of x."""
     x32 = x.astype(jnp.float32)
@@ -206,8 +213,7 @@ class Policy(nnx.Module):
             x_BLD, kept = nnx.merge(block_def, params)(x_BLD, rope, attend)
             return keep_rows_split(x_BLD), kept
 
-        if remat != "none":
-            layer = jax.checkpoint(layer, policy=_REMAT[remat], prevent_cse=False)
+        layer = checkpointed(layer, remat)
         # On a CPU a loop over layers costs copies of what the backward pass keeps, which a shallow
         # policy does without; on accelerators the loop costs nothing and compiles sooner.
         x_BLD, _ = jax.lax.scan(
