@@ -11,7 +11,6 @@ Shape letters: B sequences, L length.
 """
 
 import gc
-import json
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -43,15 +42,11 @@ def reference(name: str, folder: Path, rows: int, prompt: int, new: int) -> dict
         # What a checkpoint holds: values that bfloat16 can say, so that all four read the same.
         for value in model.parameters():
             value.copy_(value.bfloat16().float())
-    model.save_pretrained(folder)
-    ids_BL = torch.randint(0, config.vocab_size, (rows, prompt), device="cuda")
-    ids_BL = model.bfloat16().generate(
-        ids_BL, do_sample=True, min_new_tokens=new, max_new_tokens=new, top_k=0, pad_token_id=0
-    )
+    model.bfloat16().save_pretrained(folder)
+    load = transformers.AutoModelForCausalLM.from_pretrained
 
     @torch.no_grad()
-    def logp(dtype: Any) -> tuple[Any, float]:
-        model.to(dtype)
+    def logp(model: Any) -> tuple[Any, float]:
         out, entropy = [], 0.0
         for row in ids_BL:
             z = model(input_ids=row[None], use_cache=False).logits[0, prompt - 1 : -1].float()
@@ -60,9 +55,15 @@ def reference(name: str, folder: Path, rows: int, prompt: int, new: int) -> dict
             out.append(all_logp.gather(-1, row[prompt:, None])[:, 0])
         return torch.stack(out).cpu().numpy(), entropy
 
-    bf16, _ = logp(torch.bfloat16)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).cuda()
-    truth, entropy = logp(torch.float32)
+    # Loaded, not cast: casting a model also rounds its rotary frequencies.
+    model = load(folder, dtype=torch.bfloat16).cuda()
+    ids_BL = torch.randint(0, config.vocab_size, (rows, prompt), device="cuda")
+    ids_BL = model.generate(
+        ids_BL, do_sample=True, min_new_tokens=new, max_new_tokens=new, top_k=0, pad_token_id=0
+    )
+    bf16, _ = logp(model)
+    model = load(folder, dtype=torch.float32).cuda()
+    truth, entropy = logp(model)
     ids = ids_BL.cpu().numpy()
     del model
     gc.collect()
@@ -101,8 +102,8 @@ def main() -> None:
     p = harness.parser(__doc__, "runs/benchmarks/precision.json")
     p.add_argument("--policies", default="qwen2.5-0.5b,qwen2.5-1.5b")
     p.add_argument("--rows", type=int, default=8)
-    p.add_argument("--prompt", type=int, default=64)
-    p.add_argument("--new", type=int, default=448)
+    p.add_argument("--prompt", type=int, default=320)
+    p.add_argument("--new", type=int, default=192)
     a = p.parse_args()
     import numpy as np
 
@@ -134,9 +135,8 @@ def main() -> None:
                     "entropy": theirs["entropy"],
                 }
             )
-    print(harness.table(rows, COLUMNS))
+        print(harness.table(rows[-len(pairs) :], COLUMNS), flush=True)
     harness.write(a.out, rows, harness.machine())
-    print(json.dumps(rows[-1]))
 
 
 if __name__ == "__main__":

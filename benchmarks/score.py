@@ -69,7 +69,7 @@ def ours(case: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     p = harness.parser(__doc__, "runs/benchmarks/score.json")
     p.add_argument("--policies", default="qwen2.5-0.5b,qwen2.5-1.5b")
-    p.add_argument("--contexts", type=int, default=512, help="contexts to score in a call")
+    p.add_argument("--contexts", type=int, default=256, help="contexts to score in a call")
     p.add_argument("--context", type=int, default=512, help="tokens before the answer")
     p.add_argument("--answer", type=int, default=8, help="tokens of the answer")
     p.add_argument("--batch", default="32,64", help="contexts of a forward pass")
@@ -107,6 +107,7 @@ def main() -> None:
                         body = parameters(name) - POLICIES[name].vocab_size * POLICIES[name].width
                         row["share"] = 2 * body * row["tokens_per_s"] / 1e12 / roof
                 of_policy.append(row)
+                print(harness.table([row], COLUMNS), flush=True)
         best = max((r.get("contexts_per_s", 0.0) for r in of_policy if r["engine"] != "zest_jax"),
                    default=0.0)  # fmt: skip
         for row in of_policy:
