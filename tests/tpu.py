@@ -1,0 +1,231 @@
+"""Compiles for TPUs that are not there: attention, and whole training steps at Qwen2.5's sizes.
+
+    python tests/tpu.py attention/v5e v5e/7B        one JSON line for each
+    python tests/tpu.py --full-effort all           as a program on the chip is compiled; slower
+
+A program of its own, since the TPU compiler must be set up before JAX is imported and one process
+at a time may hold it.
+
+Shape letters: B batch, L length, H query heads, J key/value heads, K head size, M micro-batches,
+R rows, X targets per row.
+"""
+
+import dataclasses
+import importlib.util
+import json
+import os
+import re
+import sys
+import time
+
+# What chips there are would be asked of a metadata server; two programs may compile side by side.
+os.environ |= {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-16",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+}
+
+INSTALLED = importlib.util.find_spec("libtpu") is not None
+
+
+@dataclasses.dataclass(frozen=True)
+class Slice:
+    """A TPU slice: the compiler's name of its topology, and the memory of one device in bytes."""
+
+    topology: str
+    memory: float
+
+
+SLICES = {  # https://cloud.google.com/tpu/docs/system-architecture-tpu-vm; v5p-8 counts cores
+    "v5e": Slice("v5e:4x4", 16e9),
+    "v5p": Slice("v5p:2x2x1", 95e9),
+    "v6e": Slice("v6e:4x4", 32e9),
+}
+
+# Vocabulary, width, layers, heads, key/value heads, head size, feed-forward width, tied: from the
+# config.json of Qwen2.5-0.5B, -3B and -7B.
+MODELS = {
+    "0.5B": (151_936, 896, 24, 14, 2, 64, 4_864, True),
+    "3B": (151_936, 2_048, 36, 16, 2, 128, 11_008, True),
+    "7B": (152_064, 3_584, 28, 28, 4, 128, 18_944, False),
+}
+
+# What the backward pass keeps, and devices per copy of the weights' split over heads and features.
+STEPS = {
+    "v5e/0.5B": ("dots", 1),
+    "v5e/3B": ("full", 1),
+    "v5e/7B": ("full", 1),
+    "v5p/0.5B": ("dots", 1),
+    "v5p/3B": ("dots", 1),
+    "v5p/7B": ("dots", 1),
+    "v6e/0.5B": ("dots", 1),
+    "v6e/3B": ("dots", 1),
+    "v6e/7B": ("full", 4),
+}
+LENGTH = 2_048
+_OPERATIONS = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
+
+
+def policy_config(model: str):
+    """The `PolicyConfig` of a row of MODELS, as it is trained on TPUs."""
+    from zest_jax.models import PolicyConfig
+
+    *sizes, tied = MODELS[model]
+    return PolicyConfig(
+        *sizes,
+        tied=tied,
+        rope_theta=1e6,
+        qkv_bias=True,
+        qk_norm=False,
+        dtype="bfloat16",
+        attention="splash",
+    )
+
+
+def compile_attention(chip: str, options: dict) -> dict:
+    """Forward and gradient of attention over packed rows, rows and heads split over the devices."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    from zest_jax.models.attention_splash import splash_attention
+
+    mesh = _mesh(chip, tensor=4)
+
+    def loss(q, k, v, segment):
+        return jnp.sum(splash_attention(q, k, v, segment).astype(jnp.float32))
+
+    results = {}
+    # Heads that do not divide (0.5B), that do (7B), and long rows, which have larger blocks.
+    for L, H, J, K in ((2048, 14, 2, 64), (1100, 28, 4, 128), (4096, 28, 4, 128)):
+        B = mesh.shape["fsdp"]
+        by_head = NamedSharding(mesh, P("fsdp", None, None if J % 4 else "tensor"))
+        q, k, v = (
+            jax.ShapeDtypeStruct((B, L, heads, K), jnp.bfloat16, sharding=by_head)
+            for heads in (H, J, J)
+        )
+        segment = jax.ShapeDtypeStruct(
+            (B, L), jnp.int32, sharding=NamedSharding(mesh, P("fsdp", None))
+        )
+        with jax.set_mesh(mesh):
+            lowered = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2))).lower(q, k, v, segment)
+        results[f"{L}x{H}x{J}x{K}"] = _report(lowered, options)
+    return results
+
+
+def compile_step(chip: str, model: str, remat: str, tensor: int, options: dict) -> dict:
+    """The solver's whole update: one row of LENGTH tokens, all of them targets, per row's share."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    from zest_jax.learning.packing import Packed
+    from zest_jax.learning.updates import UpdateSpec, policy_update
+    from zest_jax.models import param_shapes
+    from zest_jax.parallel import param_shardings
+    from zest_jax.parallel.sharding import BATCH
+
+    mesh = _mesh(chip, tensor)
+    config, spec = policy_config(model), UpdateSpec(learning_rate=1e-6, remat=remat)
+    state = jax.eval_shape(spec.init, param_shapes(config))
+    places = param_shardings(state, mesh)
+    state = jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), state, places
+    )
+    whole, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P(None, *BATCH))
+    M, R = 2, mesh.shape["data"] * mesh.shape["fsdp"]
+
+    def field(dtype):
+        return jax.ShapeDtypeStruct((M, R, LENGTH), dtype, sharding=rows)
+
+    batch = Packed(
+        ids_MRL=field(jnp.int32),
+        position_MRL=field(jnp.int32),
+        segment_MRL=field(jnp.int32),
+        at_MRX=field(jnp.int32),
+        target_MRX=field(jnp.int32),
+        logp_MRX=field(jnp.float32),
+        owner_MRX=field(jnp.int32),
+        mask_MRX=field(jnp.bool_),
+        micro_batches=jax.ShapeDtypeStruct((), jnp.int32, sharding=whole),
+    )
+    advantage = jax.ShapeDtypeStruct((M * R,), jnp.float32, sharding=whole)
+    step = jax.jit(
+        policy_update, static_argnums=(0, 1), donate_argnums=2, out_shardings=(places, whole)
+    )
+    with jax.set_mesh(mesh):
+        lowered = step.lower(config, spec, state, batch, advantage)
+    weights = sum(x.size for x in jax.tree.leaves(state.params))
+    about = {"remat": remat, "mesh": dict(mesh.shape), "weights": weights}
+    return about | _report(lowered, options)
+
+
+def _mesh(chip: str, tensor: int):
+    from jax.experimental import topologies
+
+    from zest_jax.parallel import make_mesh
+
+    devices = topologies.get_topology_desc(SLICES[chip].topology, "tpu").devices
+    return make_mesh(data=1, fsdp=-1, tensor=tensor, devices=devices)
+
+
+def _report(lowered, options: dict) -> dict:
+    """Compiles; bytes are those of one device."""
+    start = time.perf_counter()
+    compiled = lowered.compile(compiler_options=options)
+    seconds = time.perf_counter() - start
+    memory = compiled.memory_analysis()
+    arguments, temporaries = memory.argument_size_in_bytes, memory.temp_size_in_bytes
+    outputs, aliased = memory.output_size_in_bytes, memory.alias_size_in_bytes
+    return {
+        "seconds": round(seconds, 1),
+        "arguments": arguments,
+        "outputs": outputs,
+        "aliased": aliased,
+        "temporaries": temporaries,
+        "total": arguments + outputs - aliased + temporaries,
+        "flops": compiled.cost_analysis().get("flops"),
+        "collectives": _collectives(compiled.as_text()),
+    }
+
+
+def _collectives(text: str) -> list[str]:
+    """Every exchange of the optimised program once: "all-gather bf16 1x896x4864"."""
+    found = set()
+    computation = ""
+    for line in text.splitlines():
+        if line.startswith("%"):
+            computation = line
+        if match := re.search(rf"= (.*?) ({_OPERATIONS})(?:-start)?\(", line):
+            shapes, operation = match.groups()
+            # A reduction of which every device keeps a part is written as a fusion around a whole
+            # reduction, and named for it.
+            if computation.startswith("%all-reduce-scatter"):
+                operation = "reduce-scatter"
+            for dtype, shape in re.findall(r"\b([a-z]+\d+)\[([\d,]*)\]", shapes):
+                if dtype != "u32":  # the ring's bookkeeping
+                    found.add(f"{operation} {dtype} {shape.replace(',', 'x') or '1'}")
+    return sorted(found)
+
+
+def main(arguments: list[str]) -> None:
+    """See the head of the file."""
+    options = {"exec_time_optimization_effort": -1.0}
+    if "--full-effort" in arguments:
+        arguments.remove("--full-effort")
+        options = {}
+    for name in list(STEPS) if arguments == ["all"] else arguments:
+        head, tail = name.split("/")
+        if head == "attention":
+            result = compile_attention(tail, options)
+        else:
+            result = compile_step(head, tail, *STEPS[name], options)
+        print(json.dumps({"name": name} | result), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
