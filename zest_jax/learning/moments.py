@@ -114,13 +114,25 @@ def scale_by_adam_8bit(
             if args[0].ndim < 3:
                 results.append(one(*args, salt))
                 continue
-            # A stacked leaf, a layer at a time: its float32 moments need never exist at once.
-            salts = _hash(salt + jnp.arange(args[0].shape[0], dtype=jnp.uint32))
-            results.append(jax.lax.map(lambda xs: one(*xs), (*args, salts)))
+            results.append(_layer_by_layer(one, args, salt))
         steps, *parts = (jax.tree.unflatten(tree, part) for part in zip(*results, strict=True))
         return steps, Adam8BitState(count, *parts)
 
     return optax.GradientTransformation(init, update)
+
+
+def _layer_by_layer(
+    one: Callable[..., tuple[jax.Array, ...]], stacked: tuple[jax.Array, ...], salt: jax.Array
+) -> tuple[jax.Array, ...]:
+    """What `one` makes of every layer of a stacked leaf, each written where it was read: neither
+    float32 moments nor a second copy of gradient or codes ever exist for more than a layer."""
+
+    def layer(n: jax.Array, buffers: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        inputs = [x[n] for x in buffers]
+        outputs = one(*inputs, _hash(salt + n.astype(jnp.uint32)))
+        return tuple(x.at[n].set(new) for x, new in zip(buffers, outputs, strict=True))
+
+    return jax.lax.fori_loop(0, stacked[0].shape[0], layer, stacked)
 
 
 # ------------------------------------------------------------------------- codes
