@@ -227,11 +227,13 @@ def _run(command: list[str], requirement: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode == 0:
         return
-    lines = [line.strip() for line in (done.stderr + done.stdout).splitlines() if line.strip()]
-    errors = [line for line in lines if re.match(r"(ERROR|error|×|Because)", line)]
-    said = (errors or lines or ["nothing"])[-1].removeprefix("ERROR: ").rstrip(".")
+    lines = [line.strip(" ╰─▶×") for line in (done.stderr + done.stdout).splitlines()]
+    errors = [line for line in lines if re.match("error:|because", line, re.IGNORECASE)]
+    said = ([line for line in errors or lines if line] or ["nothing"])[-1]
+    said = re.sub("^error: ", "", said, flags=re.IGNORECASE).rstrip(".")
+    tool = "pip" if "download" in command else "uv"
     raise UserError(
-        f"{requirement} could not be fetched ({Path(command[0]).name} says: {said}); check the "
+        f"{requirement} could not be fetched ({tool} says: {said}); check the "
         "network and the package index, then run the same command again"
     )
 
