@@ -57,6 +57,9 @@ def ours(case: dict[str, Any]) -> dict[str, Any]:
     first = time.perf_counter() - start
     assert bool(jnp.all(jnp.isfinite(result)))
     timed = harness.seconds(lambda: jax.block_until_ready(score(params, packed)), case["steps"])
+    if case.get("trace"):
+        with jax.profiler.trace(case["trace"]):
+            jax.block_until_ready(score(params, packed))
     peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
     return timed | {
         "first_s": first,
@@ -75,6 +78,7 @@ def main() -> None:
     p.add_argument("--batch", default="32,64", help="contexts of a forward pass")
     p.add_argument("--per_row", type=int, default=4, help="contexts packed into a row (ours)")
     p.add_argument("--attention", default="auto")
+    p.add_argument("--trace", default="", help="folder for a profile of one call")
     p.add_argument("--peer", action=harness.argparse.BooleanOptionalAction, default=True)
     a = p.parse_args()
     if a.case:
@@ -87,7 +91,7 @@ def main() -> None:
             result = peer_transformers.score(case)
         print(json.dumps(result))
         return
-    names = ("contexts", "context", "answer", "per_row", "steps")
+    names = ("contexts", "context", "answer", "per_row", "steps", "trace")
     shape = {k: getattr(a, k) for k in names}
     engines = [("zest_jax", a.attention)]
     if a.peer and harness.has_torch_gpu():

@@ -3,8 +3,8 @@
 Parameters, moments and gradients follow from the shapes and their shardings. What the backward pass
 keeps of a layer is read from the program itself: one layer is traced (not compiled) under its remat
 policy and its residuals are counted. A step holds the most where the head works (all residuals and
-a chunk of logits), where the last gradients are made (all residuals, all gradients and one layer
-made again) or, with 8-bit moments, in the optimiser; the plan shows the fullest of these.
+a chunk of logits) or where the last gradients are made (all residuals, all gradients and one layer
+made again); the plan shows the fuller of the two.
 
 Shape letters: B rows, L row length, D width, H query heads, J key/value heads, K head size,
 V vocabulary.
@@ -160,18 +160,9 @@ def step_lines(
         Line("the layer being differentiated", again),
         Line("weights of a layer, gathered", gathered),
     ]
-    activations = Line(f"activations (remat {spec.remat})", kept)
-    moments = [[activations, *at_head], [activations, *at_layers]]
-    if spec.moments == "int8":
-        codes = per_device(jax.eval_shape(spec.optimizer().init, trained), mesh)
-        moments.append(
-            [
-                Line("gradients", gradients * copies),
-                Line("directions in float32", gradients),
-                Line("new codes beside the old", codes),
-            ]
-        )
-    return tuple(line for line in max(moments, key=_total) if line.size)
+    fullest = max((at_head, at_layers), key=_total)
+    lines = (Line(f"activations (remat {spec.remat})", kept), *fullest)
+    return tuple(line for line in lines if line.size)
 
 
 def rollout_lines(
@@ -206,8 +197,7 @@ def layer_residuals(config: PolicyConfig, remat: str) -> tuple[float, float]:
     # A prime that no weight has as a dimension: what carries it grows with the tokens.
     tokens = 100_003
     block_def, block = nnx.split(nnx.eval_shape(lambda: Block(config, rngs=nnx.Rngs(0))))
-    dtype = jnp.dtype(config.dtype)
-    x_BLD = jax.ShapeDtypeStruct((1, tokens, config.width), dtype)
+    x_BLD = jax.ShapeDtypeStruct((1, tokens, config.width), jnp.float32)
     position_BL = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
     turn = functools.partial(rotary, head_dim=config.head_dim, theta=config.rope_theta)
     rope = jax.eval_shape(turn, position_BL)
@@ -224,7 +214,7 @@ def layer_residuals(config: PolicyConfig, remat: str) -> tuple[float, float]:
     sizes = [(tokens in v.aval.shape, v.aval.size * v.aval.dtype.itemsize) for v in kept]
     growing = sum(size for grows, size in sizes if grows) / tokens
     fixed = sum(size for grows, size in sizes if not grows)
-    return growing + config.width * dtype.itemsize, fixed  # and the input, which the scan keeps
+    return growing + config.width * 4, fixed  # and the input, which the scan keeps
 
 
 @jax.custom_vjp

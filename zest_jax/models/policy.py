@@ -5,6 +5,10 @@
 the layer weights sliced once outside the loop (`unstack`), since a loop that slices stacked weights
 copies them at every step.
 
+The residual stream is float32 whatever the compute type: in bfloat16 every layer's sum would be
+rounded, which moved the log-probabilities of a 1.5B model twice as far from float32's and was no
+faster (docs/performance.md). What the matrix products take is rounded by the norms before them.
+
 Parameters live in a plain nested dict of float32 arrays (what is checkpointed, sharded by name and
 updated); `bind` puts such a dict back into the NNX module, inside or outside of jit.
 
@@ -113,12 +117,12 @@ class Block(nnx.Module):
         """Applies the layer; `attend` decides what the queries look at (a sequence or a cache).
 
         Returns:
-          The new residual [B, L, D], and whatever `attend` keeps (a cache, or None).
+          The new residual [B, L, D] (float32), and whatever `attend` keeps (a cache, or None).
         """
         c = self.config
         B, L, D = x_BLD.shape
         H, J, K = c.heads, c.kv_heads, c.head_dim
-        cast = functools.partial(_cast, dtype=x_BLD.dtype)
+        cast = functools.partial(_cast, dtype=c.dtype)
 
         # Plain matrix products over flat tokens: with the batch axis apart, the gradient of a
         # weight contracts over two axes, which XLA does about twice slower on a CPU.
@@ -133,7 +137,7 @@ class Block(nnx.Module):
             low_NA = c.lora.scale * (x_NX @ a.reshape(x_NX.shape[1], -1))
             return y_NY + low_NA @ b.reshape(c.lora.rank, -1)
 
-        h_BLD = rms_norm(x_BLD, self.attention_norm_D[...], c.norm_eps)
+        h_BLD = rms_norm(x_BLD, self.attention_norm_D[...], c.norm_eps).astype(c.dtype)
         q_BLHK = project(h_BLD, "q").reshape(B, L, H, K)
         k_BLJK = project(h_BLD, "k").reshape(B, L, J, K)
         v_BLJK = project(h_BLD, "v").reshape(B, L, J, K)
@@ -146,7 +150,7 @@ class Block(nnx.Module):
             k_BLJK = rms_norm(k_BLJK, self.k_norm_K[...], c.norm_eps)
         out_BLHK, kept = attend(rotate(q_BLHK, *rope), rotate(k_BLJK, *rope), v_BLJK)
         x_BLD = x_BLD + project(out_BLHK.reshape(B, L, H * K), "o").reshape(B, L, D)
-        h_BLD = rms_norm(x_BLD, self.mlp_norm_D[...], c.norm_eps)
+        h_BLD = rms_norm(x_BLD, self.mlp_norm_D[...], c.norm_eps).astype(c.dtype)
         h_BLF = jax.nn.silu(project(h_BLD, "gate")) * project(h_BLD, "up")
         return x_BLD + project(h_BLF.reshape(B, L, -1), "down").reshape(B, L, D), kept
 
@@ -222,7 +226,7 @@ class Policy(nnx.Module):
             stacked,
             unroll=jax.default_backend() == "cpu" and self.config.layers <= _UNROLLED,
         )
-        return rms_norm(x_BLD, self.final_norm_D[...], self.config.norm_eps)
+        return self._final(x_BLD)
 
     def unstack(self) -> list[Block]:
         """The layers as separate modules; call it once, outside the decoding loop."""
@@ -278,7 +282,7 @@ class Policy(nnx.Module):
             x_SCD = keep_rows_split(x_SCD)
             new["keys"].append(keys_SJKM)
             new["values"].append(values_SJMK)
-        return rms_norm(x_SCD, self.final_norm_D[...], self.config.norm_eps), new
+        return self._final(x_SCD), new
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Float32 logits [..., V] of hidden states [..., D], to be called at few positions."""
@@ -295,7 +299,10 @@ class Policy(nnx.Module):
         return rotary(position, c.head_dim, c.rope_theta, c.rope_scaling)
 
     def _embed(self, ids: jax.Array) -> jax.Array:
-        return keep_rows_split(self.embed_VD[...][ids].astype(self.config.dtype))
+        return keep_rows_split(self.embed_VD[...][ids].astype(jnp.float32))
+
+    def _final(self, x: jax.Array) -> jax.Array:
+        return rms_norm(x, self.final_norm_D[...], self.config.norm_eps).astype(self.config.dtype)
 
 
 Cache = dict[str, list[jax.Array]]
