@@ -202,3 +202,8 @@ def test_what_the_rollout_shows_is_what_the_protocol_says(protocol):
     for row, n, pair in zip(ids, length, ((1, 2), (2, 0)), strict=True):
         want = protocol.show([(titles[i], texts[i]) for i in pair])
         assert words.decode(row[:n]) == want
+
+
+def test_a_table_of_a_real_vocabulary_squared_is_refused():
+    with pytest.raises(UserError, match=r"151,936 tokens, a table of 86 GiB; set retrieval.dim"):
+        BagEncoder.fit([[1, 2]], 151_936)

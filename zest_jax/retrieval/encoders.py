@@ -10,6 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zest_jax.errors import UserError
+
+_EXACT = 16_384  # tokens up to which a table of V x V is sensible (1 GiB)
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +53,15 @@ class BagEncoder:
           dimension: E; 0 keeps one dimension per token, which is exact and fine for a small V.
           text_weight: see the class.
           seed: of the random signs.
+
+        Raises:
+          UserError: one dimension per token of a vocabulary so large that the table would not fit.
         """
+        if not dimension and vocab_size > _EXACT:
+            raise UserError(
+                f"retrieval.dimension=0 keeps a dimension for each of {vocab_size:,} tokens, a "
+                f"table of {4 * vocab_size**2 / 2**30:.0f} GiB; set retrieval.dimension=256."
+            )
         df_V = np.zeros(vocab_size)
         for ids in text_ids:
             df_V[np.unique(ids)] += 1
