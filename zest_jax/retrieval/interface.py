@@ -15,6 +15,8 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
+from zest_jax.errors import UserError
+
 
 @dataclass(frozen=True, slots=True)
 class Passage:
@@ -107,3 +109,20 @@ def from_contents(id: str, contents: str) -> Passage:
     if len(first) >= 2 and first[0] == first[-1] == '"':
         return Passage(id, first[1:-1], rest)
     return Passage(id, first, rest) if newline else Passage(id, "", first)
+
+
+def read_passages(passages: Sequence[Passage] | None, rows: np.ndarray) -> list[list[Passage]]:
+    """The passages of rows [B, k], each row read once; rows of -1 are left out.
+
+    Args:
+      passages: the corpus by row; None where an index was opened without it.
+      rows: rows of the corpus, or -1.
+
+    Raises:
+      UserError: there is no corpus.
+    """
+    if passages is None:
+        raise UserError("this index was opened without its passages; open its folder as a whole.")
+    # Neighbouring rows lie side by side on disk: they are read in order.
+    read = {row: passages[row] for row in np.unique(rows).tolist() if row >= 0}
+    return [[read[row] for row in line if row >= 0] for line in rows.tolist()]
