@@ -10,13 +10,17 @@ Shape letters: B batch, L length, H query heads, J key/value heads, K head size,
 R rows, X targets per row.
 """
 
+import atexit
 import dataclasses
 import importlib.util
 import json
 import os
 import re
+import shutil
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 # For this program only, before JAX is imported: which chips there are would be asked of a metadata
 # server, and two programs may compile side by side.
@@ -174,12 +178,21 @@ def _mesh(chip: str, tensor: int):
     return make_mesh(data=1, fsdp=-1, tensor=tensor, devices=devices)
 
 
+def _assigned() -> int | None:
+    """Bytes that the compiler's last program takes of a device, by its buffer assignment."""
+    reports = Path(os.environ["ZEST_TPU_DUMP"]).glob("*memory-usage-report.txt")
+    newest = max(reports, key=lambda path: path.stat().st_mtime_ns, default=None)
+    total = re.search(r"Total bytes: (\d+)", newest.read_text()) if newest else None
+    return int(total[1]) if total else None
+
+
 def _report(lowered) -> dict:
     """Compiles; bytes are those of one device."""
     start = time.perf_counter()
     compiled = lowered.compile()
     seconds = time.perf_counter() - start
     memory = compiled.memory_analysis()
+    assigned = _assigned()
     arguments, temporaries = memory.argument_size_in_bytes, memory.temp_size_in_bytes
     outputs, aliased = memory.output_size_in_bytes, memory.alias_size_in_bytes
     return {
@@ -188,6 +201,7 @@ def _report(lowered) -> dict:
         "outputs": outputs,
         "aliased": aliased,
         "temporaries": temporaries,
+        "assigned": assigned,
         "total": arguments + outputs - aliased + temporaries,
         "flops": compiled.cost_analysis().get("flops"),
         "collectives": _collectives(compiled.as_text()),
@@ -220,6 +234,10 @@ def main(arguments: list[str]) -> None:
         arguments.remove("--full-effort")
     else:
         os.environ["JAX_OPTIMIZATION_LEVEL"] = "O1"  # a third of the time
+    dump = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, dump, ignore_errors=True)
+    os.environ["ZEST_TPU_DUMP"] = dump
+    os.environ["XLA_FLAGS"] = f"--xla_dump_to={dump} --xla_dump_hlo_as_text"
     for name in list(STEPS) if arguments == ["all"] else arguments:
         head, tail = name.split("/")
         if head == "attention":

@@ -151,7 +151,11 @@ def step_lines(
     # Logits in float32, their slopes rounded to the compute type.
     logits = targets * vocabulary * (4 + width)
     head = per_device({"embed_VD": shapes["embed_VD"]}, mesh) if "embed_VD" in trained else 0.0
+    head_gathered = 0.0
+    if _axis(mesh, "fsdp") > 1:
+        head_gathered = config.width * vocabulary * width
     at_head = [
+        Line("the head's weight, gathered", head_gathered),
         Line("logits of a chunk", logits),
         Line("gradient of the head", head + gradients * (copies - 1)),
     ]

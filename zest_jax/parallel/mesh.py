@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 
 import jax
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from zest_jax.errors import UserError
@@ -49,6 +50,8 @@ def make_mesh(
             f"a mesh of data={data} x fsdp={fsdp} x tensor={tensor} does not fit {len(devices)} "
             "devices; choose sizes whose product is that number, or set one of them to -1"
         )
-    return jax.make_mesh(
-        tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices
+    # Not `jax.make_mesh`: on a TPU slice it refuses sizes that split one of the machine's own axes.
+    placed = mesh_utils.create_device_mesh(
+        tuple(sizes.values()), devices, allow_split_physical_axes=True
     )
+    return Mesh(placed, AXES, axis_types=(AxisType.Auto,) * len(AXES))
