@@ -23,6 +23,10 @@ def get_config() -> ConfigDict:
     c.policy.head_dim = 32  # size of a head
     c.policy.mlp_width = 320  # hidden width of the feed-forward
     c.policy.dtype = "float32"  # compute type; what is trained is float32 always
+    c.policy.chat = (
+        False  # prompts as a user's turn of the tokenizer's chat template (instruct models)
+    )
+    c.policy.system = ""  # system message of that turn; "" leaves it to the template
     c.policy.attention = (
         "auto"  # auto (the machine's kernel, if it passes its test), xla, cudnn, splash
     )

@@ -23,7 +23,7 @@ from zest_jax.models.lora import add_lora, fingerprint, join, split_lora
 from zest_jax.models.policy import Params
 from zest_jax.retrieval import Retriever
 from zest_jax.rollout.engine import RolloutSpec
-from zest_jax.rollout.protocols import PROTOCOLS, Protocol
+from zest_jax.rollout.protocols import PROTOCOLS, Protocol, in_chat_template
 from zest_jax.rollout.sampler import Sampler
 from zest_jax.tasks.atlas import Atlas, load_atlas
 from zest_jax.tasks.cloning import Mix
@@ -119,6 +119,11 @@ def build(config: Any, traces: TraceCounter) -> Parts:
 
     s, p, r = config.solver, config.proposer, config.retrieval
     solver_protocol, proposer_protocol = protocol(s.protocol), protocol(p.protocol)
+    if config.policy.chat:
+        solver_protocol, proposer_protocol = (
+            in_chat_template(each, tokenizer, config.policy.system)
+            for each in (solver_protocol, proposer_protocol)
+        )
     shown = encode([solver_protocol.show([(p.title, p.text)] * r.top_k) for p in atlas.passages])
     longest = max(range(len(shown)), key=lambda n: len(shown[n]))
     if len(shown[longest]) > s.observation_length:

@@ -92,6 +92,11 @@ def check_fields(config: Any) -> None:
                 f"config field {role}.temperature must be above 0: rollouts that are all alike "
                 "teach nothing."
             )
+    if config.policy.chat and config.warm_start.steps and not config.warm_start.file:
+        raise UserError(
+            "the scripts of a warm start are written for base prompts; set policy.chat=False, or "
+            "give trajectories of your own (warm_start.file)."
+        )
     heads, kv_heads, head_dim = config.policy.heads, config.policy.kv_heads, config.policy.head_dim
     if heads % kv_heads or head_dim % 2:
         raise UserError(

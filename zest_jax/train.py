@@ -262,14 +262,17 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
         prompt = solver_sampler.protocol.prompt.format(question=question)
         return len(parts.encode([prompt])[0]) <= c.solver.prompt_length
 
+    def proposer_prompt(chain: Chain) -> str:
+        template = proposer_sampler.protocol.prompt
+        return scripts.proposer_prompt(chain, atlas, template=template)
+
     def chain_fits(chain: Chain) -> bool:
-        prompt = scripts.proposer_prompt(chain, atlas)
-        return len(parts.encode([prompt])[0]) <= c.proposer.prompt_length
+        return len(parts.encode([proposer_prompt(chain)])[0]) <= c.proposer.prompt_length
 
     def propose(
         chains: Sequence[Chain], name: str
     ) -> tuple[Trajectories, list[proposals.Proposal]]:
-        prompts = parts.encode([scripts.proposer_prompt(chain, atlas) for chain in chains])
+        prompts = parts.encode([proposer_prompt(chain) for chain in chains])
         proposer = parts.whole(state["proposer"].params)
         episodes = proposer_sampler(proposer, prompts, key(name), c.proposer.temperature)
         texts = proposer_sampler.texts(episodes)

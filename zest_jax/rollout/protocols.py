@@ -5,7 +5,11 @@ follows an action that is none. Adding one is adding a constant here.
 """
 
 import dataclasses
+import re
 from collections.abc import Sequence
+from typing import Any
+
+from zest_jax.errors import UserError
 
 SEARCH, ANSWER = "search", "answer"
 
@@ -88,3 +92,38 @@ PLAIN_PROPOSER = Protocol(
 )
 
 PROTOCOLS = {p.name: p for p in (SEARCH_R1, PLAIN_SEARCH, PLAIN_PROPOSER)}
+
+
+def in_chat_template(protocol: Protocol, tokenizer: Any, system: str = "") -> Protocol:
+    """The protocol for an instruct model: its prompt as a user's turn of the tokenizer's chat
+    template, up to where the assistant's turn begins.
+
+    Args:
+      protocol: its prompt keeps its placeholders.
+      tokenizer: a transformers tokenizer with a chat template.
+      system: a system message; "" leaves it to the template, some of which have one of their own.
+
+    Raises:
+      UserError: the tokenizer has no chat template, or it fails.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise UserError(
+            "the policy's tokenizer has no chat template, so it is a base model's; "
+            "set policy.chat=False."
+        )
+    # A template may write braces of its own (tool schemas do), which `format` must not touch.
+    names = re.findall(r"{(\w+)}", protocol.prompt)
+    marks = {name: f"«{name}»" for name in names}
+    messages = [{"role": "system", "content": system}] if system else []
+    messages.append({"role": "user", "content": protocol.prompt.format(**marks)})
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # whatever the template raises, a system turn it does not know say
+        raise UserError(
+            f"the policy's chat template cannot write this conversation ({error}); "
+            "set policy.chat=False, or leave policy.system empty."
+        ) from error
+    text = text.replace("{", "{{").replace("}", "}}")
+    for name, mark in marks.items():
+        text = text.replace(mark, f"{{{name}}}")
+    return dataclasses.replace(protocol, prompt=text)

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
+from zest_jax.rollout.protocols import PLAIN_PROPOSER
 from zest_jax.tasks.atlas import Atlas
 from zest_jax.tasks.templates import nested_question
 from zest_jax.tasks.types import Chain
@@ -38,11 +39,16 @@ def solver_prompt(question: str) -> str:
     return f"Q: {question}\n"
 
 
-def proposer_prompt(chain: Chain, atlas: Atlas, names: Names | None = None) -> str:
+def proposer_prompt(
+    chain: Chain,
+    atlas: Atlas,
+    names: Names | None = None,
+    template: str = PLAIN_PROPOSER.prompt,
+) -> str:
     """The proposer's prompt: the chain in one line, then the passage of each entity."""
     parts = chain_words(chain, atlas, names)
     passages = "".join(f"{render(atlas, entity, names)}\n" for entity in chain.entities)
-    return f"Write a question.\nChain: {' | '.join(parts)}\n{passages}"
+    return template.format(chain=" | ".join(parts), passages=passages)
 
 
 def chain_words(chain: Chain, atlas: Atlas, names: Names | None = None) -> list[str]:
