@@ -101,3 +101,28 @@ def test_slots_and_refilling_change_nothing_but_the_utilisation(world):
     assert np.array_equal(one.ids_NL, two.ids_NL)
     assert np.array_equal(one.mask_NL, two.mask_NL)
     assert 0 < float(counters["slot_utilisation"]) <= 1
+
+
+def test_truncated_draws_are_written_down_twice(world):
+    """As the trainer will see them, and as they were drawn."""
+    from zest_jax.rollout.sampling import Truncation
+
+    spec = RolloutSpec(
+        slots=3,
+        prompt_length=4,
+        action_length=8,
+        observation_length=80,
+        searches=1,
+        truncation=Truncation(top_k=5),
+    )
+    prompts, config, params = [[5], [6], [7], [8]], world[1], world[2]
+    _, _, _, got, _ = tiny.roll_out(world, PLAIN_SEARCH, spec, prompts, 1.0)
+    for n in range(len(prompts)):
+        ids = got.ids_NL[n, : got.length_N[n]]
+        rows = tiny.log_probs(config, params, ids, spec.length)
+        for at in np.flatnonzero(got.mask_NL[n]):
+            top = np.sort(rows[at - 1])[::-1][:5]
+            assert rows[at - 1][ids[at]] >= top[-1] - 1e-4
+            assert got.logp_NL[n, at] == pytest.approx(rows[at - 1][ids[at]], abs=2e-4)
+            mass = np.log(np.exp(top).sum())
+            assert got.drawn_logp_NL[n, at] == pytest.approx(got.logp_NL[n, at] - mass, abs=3e-4)

@@ -10,7 +10,8 @@ import transformers
 
 from zest_jax.models import PolicyConfig, bind, param_shapes
 from zest_jax.retrieval import Retriever
-from zest_jax.rollout.engine import Draws, Engine
+from zest_jax.rollout.engine import Engine
+from zest_jax.rollout.sampling import Draws
 
 _TAG_NAMES = ("think", "search", "information", "question", "answer")
 TAGS = [f"<{slash}{tag}>" for tag in _TAG_NAMES for slash in ("", "/")]

@@ -33,6 +33,7 @@ from zest_jax.models.config import PolicyConfig
 from zest_jax.models.policy import Block, Cache, Params, Policy, bind, empty_cache
 from zest_jax.rollout import stops, trajectories
 from zest_jax.rollout.protocols import ANSWER, SEARCH, Protocol
+from zest_jax.rollout.sampling import Draws, Truncation, sample
 from zest_jax.rollout.stops import StopTable
 from zest_jax.rollout.trajectories import Finish, Trajectories
 
@@ -67,6 +68,7 @@ class RolloutSpec:
       block_slots: slots whose new tokens go through the policy together, W; those with the most new
         tokens first, so that a pass over few or short ones is short.
       block_tokens: tokens of a slot that go through it at a time.
+      truncation: which tokens may be drawn.
     """
 
     slots: int
@@ -78,6 +80,7 @@ class RolloutSpec:
     wait_fraction: float = 1.0
     block_slots: int = 32
     block_tokens: int = 32
+    truncation: Truncation = Truncation()
 
     @property
     def length(self) -> int:
@@ -93,22 +96,6 @@ class RolloutSpec:
         follows."""
         longest = max(self.prompt_length, self.observation_length + 1)
         return -(-longest // self.block_tokens) * self.block_tokens
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Draws:
-    """Where the randomness of a rollout comes from.
-
-    Attributes:
-      key: a typed random key; token `position` of episode `n` uses
-        fold_in(fold_in(key, n), position).
-      temperature: of the softmax; 0 takes the most probable token (log-probabilities are then those
-        at temperature 1).
-    """
-
-    key: jax.Array
-    temperature: jax.Array
 
 
 @jax.tree_util.register_dataclass
@@ -311,7 +298,13 @@ class Engine:
         hidden_S1D, cache = policy.extend(
             layers, state.cache, rows.ids_NL[slot_S, last_S][:, None], last_S
         )
-        token_S, logp_S = sample(policy.logits(hidden_S1D[:, 0]), draws, state.episode_S, length_S)
+        token_S, logp_S, drawn_logp_S = sample(
+            policy.logits(hidden_S1D[:, 0]),
+            draws,
+            state.episode_S,
+            length_S,
+            self.spec.truncation,
+        )
         writing_S = state.phase_S == WRITING
         # Out of bounds for slots that do not write, where a scatter drops the update.
         at_S = jnp.where(writing_S, length_S, self.spec.length)
@@ -320,6 +313,7 @@ class Engine:
             rows,
             ids_NL=put(rows.ids_NL, token_S),
             logp_NL=put(rows.logp_NL, logp_S),
+            drawn_logp_NL=put(rows.drawn_logp_NL, drawn_logp_S),
             mask_NL=put(rows.mask_NL, True),
             turn_NL=put(rows.turn_NL, state.turn_S),
             length_N=length_S + writing_S,
@@ -528,31 +522,6 @@ class Engine:
             )
 
         return jax.lax.fori_loop(0, -(-jnp.sum(fill_S > 0) // W), block, cache)
-
-
-def sample(
-    logits_SV: jax.Array, draws: Draws, episode_S: jax.Array, position_S: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """One token per slot by inversion of the cumulative distribution, and its log-probability.
-
-    Token t is drawn where cumsum(p)[t-1] <= u < cumsum(p)[t], u uniform from the key of this
-    episode and position. One uniform number a token, so a draw does not depend on the vocabulary's
-    size, on the slot, or on what other slots do.
-    """
-    greedy = draws.temperature <= 0
-    scaled_SV = logits_SV / jnp.where(greedy, 1.0, draws.temperature)
-    logp_SV = jax.nn.log_softmax(scaled_SV, axis=-1)
-    cumulative_SV = jnp.cumsum(jnp.exp(logp_SV), axis=-1)
-
-    def uniform(episode, position):
-        key = jax.random.fold_in(jax.random.fold_in(draws.key, episode), position)
-        return jax.random.uniform(key)
-
-    u_S = jax.vmap(uniform)(episode_S, position_S)
-    drawn_S = jnp.sum(cumulative_SV <= u_S[:, None] * cumulative_SV[:, -1:], axis=-1)
-    drawn_S = jnp.minimum(drawn_S, logits_SV.shape[1] - 1)
-    token_S = jnp.where(greedy, jnp.argmax(logits_SV, axis=-1), drawn_S).astype(jnp.int32)
-    return token_S, jnp.take_along_axis(logp_SV, token_S[:, None], axis=1)[:, 0]
 
 
 def _hand_in(state: State) -> Trajectories:

@@ -29,8 +29,10 @@ class Trajectories:
       ids_NL: prompt, then actions and observations, as sampled and spliced; zero past the end.
       length_N: tokens of the episode. Nothing is inferred from ids.
       prompt_length_N: tokens of the prompt.
-      logp_NL: log-probability of each sampled token under the distribution it was drawn from; 0
-        else.
+      logp_NL: log-probability of each sampled token under the softmax at the sampling temperature,
+        as a trainer computes it anew; 0 else.
+      drawn_logp_NL: the same under the truncated distribution that it was drawn from; equal to
+        `logp_NL` where nothing was truncated.
       mask_NL: True where the policy sampled the token: the only tokens ever trained on.
       turn_NL: turn of each token (the prompt belongs to turn 0; an observation to the turn after
         it).
@@ -46,6 +48,7 @@ class Trajectories:
     length_N: jax.Array
     prompt_length_N: jax.Array
     logp_NL: jax.Array
+    drawn_logp_NL: jax.Array
     mask_NL: jax.Array
     turn_NL: jax.Array
     rows_NTR: jax.Array
@@ -87,6 +90,7 @@ def empty(rows: int, length: int, searches: int, retrieved: int) -> Trajectories
         length_N=zeros(rows, np.int32),
         prompt_length_N=zeros(rows, np.int32),
         logp_NL=zeros((rows, length), np.float32),
+        drawn_logp_NL=zeros((rows, length), np.float32),
         mask_NL=zeros((rows, length), bool),
         turn_NL=zeros((rows, length), np.int32),
         rows_NTR=full((rows, T, retrieved), -1, np.int32),
