@@ -201,7 +201,9 @@ class GrowingFiles:
 
     def append(self, name: str, data: bytes | np.ndarray) -> None:
         """Adds bytes, or the bytes of an array, to a file."""
-        self._files[name].write(data if isinstance(data, bytes) else np.ascontiguousarray(data))
+        self._files[name].write(
+            data if isinstance(data, bytes) else np.ascontiguousarray(data).data
+        )
 
     def length(self, name: str) -> int:
         """Bytes of a file with what was appended."""
