@@ -123,7 +123,7 @@ class PassageTexts(Sequence[Passage]):
         return found
 
     def check(self) -> None:
-        """Compares all files with their checksums; raises a UserError that names the first bad one."""
+        """Compares all files with their checksums; a UserError names the first bad one."""
         check_files(self.folder, self.files, content=True)
 
     def _read(self, first: int, last: int) -> list[Passage]:
@@ -417,7 +417,7 @@ class TokenisedPassages:
         return ids_NP, jnp.asarray(length_N)
 
     def check(self) -> None:
-        """Compares all files with their checksums; raises a UserError that names the first bad one."""
+        """Compares all files with their checksums; a UserError names the first bad one."""
         check_files(self.folder, self.files, content=True)
 
 
@@ -477,7 +477,7 @@ def tokenise(
         earlier = TokenisedPassages(folder, tokenizer)
         if (earlier.template, earlier.corpus) != (template, passages.fingerprint):
             raise UserError(
-                f"{folder} holds other passages, or the same ones shown as {stored.template!r} "
+                f"{folder} holds other passages, or the same ones shown as {earlier.template!r} "
                 f"instead of {template!r}; name another folder."
             )
         return earlier
