@@ -8,9 +8,11 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from zest_jax.errors import UserError
 from zest_jax.retrieval.encoders import pad_ragged
+from zest_jax.retrieval.passages import TokenisedPassages
 
 
 def splice(ids_SUW: jax.Array, length_SU: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
@@ -70,12 +72,7 @@ class PassageStore:
         Raises:
           UserError: `size` leaves fewer than 8 tokens to a passage.
         """
-        room = (size - sum(map(len, heads)) - len(tail)) // len(heads)
-        if room < 8:
-            raise UserError(
-                f"an observation of {size} tokens leaves {room} to each of {len(heads)} passages; "
-                "raise observation_length or lower top_k"
-            )
+        room = _room(heads, tail, size)
         ids_NP, length_N = pad_ragged([p[:room] for p in passages])
         frame_UW, frame_length_U = pad_ragged([*heads, tail])
         return cls(
@@ -86,24 +83,128 @@ class PassageStore:
             size=size,
         )
 
+    @classmethod
+    def from_tokens(
+        cls,
+        tokens: TokenisedPassages,
+        heads: list[list[int]],
+        tail: list[int],
+        size: int,
+        sharding: jax.sharding.Sharding | None = None,
+    ) -> "PassageStore":
+        """As `build`, from stored ids of any number of passages.
+
+        Args:
+          tokens: ids of each passage as it is shown.
+          heads: ids before each of the R passages.
+          tail: ids after the last.
+          size: tokens an observation may have.
+          sharding: of the passages' ids, where several devices share them.
+
+        Raises:
+          UserError: as `build`, or the device has no room (see `HostPassageStore`).
+        """
+        room = _room(heads, tail, size)
+        frame_UW, frame_length_U = map(jnp.asarray, pad_ragged([*heads, tail]))
+        ids_NP, length_N = tokens.padded(min(room, tokens.longest), sharding)
+        return cls(ids_NP, length_N, frame_UW, frame_length_U, size)
+
     def observe(self, row_SR: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The observation's ids [S, C] and lengths [S] for the passages of each slot."""
-        S, R = row_SR.shape
-        W = max(self.ids_NP.shape[1], self.frame_UW.shape[1])
-        passage_SRW = _widen(self.ids_NP, W)[row_SR]
-        frame_UW = jnp.broadcast_to(_widen(self.frame_UW, W), (S, R + 1, W))
-        frame_length_SU = jnp.broadcast_to(self.frame_length_U, (S, R + 1))
-        piece_SUW = jnp.stack([frame_UW[:, :R], passage_SRW], axis=2).reshape(S, 2 * R, W)
-        length_SU = jnp.stack([frame_length_SU[:, :R], self.length_N[row_SR]], axis=2)
-        return splice(
-            jnp.concatenate([piece_SUW, frame_UW[:, R:]], axis=1),
-            jnp.concatenate([length_SU.reshape(S, 2 * R), frame_length_SU[:, R:]], axis=1),
+        return _observation(
+            self.ids_NP[row_SR],
+            self.length_N[row_SR],
+            self.frame_UW,
+            self.frame_length_U,
             self.size,
         )
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class HostPassageStore:
+    """A `PassageStore` whose passages stay on the host, mapped from disk, where a device has no
+    room for them; a compiled step asks for those that it shows.
+
+    Attributes:
+      frame_UW: as in `PassageStore`.
+      frame_length_U: their lengths.
+      tokens: ids of each passage as it is shown.
+      longest: tokens that a passage is cut to, P.
+      size: tokens that an observation may have, C.
+    """
+
+    frame_UW: jax.Array
+    frame_length_U: jax.Array
+    tokens: TokenisedPassages = dataclasses.field(metadata={"static": True})
+    longest: int = dataclasses.field(metadata={"static": True})
+    size: int = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def from_tokens(
+        cls, tokens: TokenisedPassages, heads: list[list[int]], tail: list[int], size: int
+    ) -> "HostPassageStore":
+        """See `PassageStore.from_tokens`."""
+        longest = min(_room(heads, tail, size), tokens.longest)
+        frame_UW, frame_length_U = map(jnp.asarray, pad_ragged([*heads, tail]))
+        return cls(frame_UW, frame_length_U, tokens, longest, size)
+
+    def observe(self, row_SR: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """See `PassageStore.observe`."""
+        shapes = (
+            jax.ShapeDtypeStruct((*row_SR.shape, self.longest), jnp.int32),
+            jax.ShapeDtypeStruct(row_SR.shape, jnp.int32),
+        )
+        read_SRP, length_SR = jax.pure_callback(self._read, shapes, row_SR)
+        return _observation(read_SRP, length_SR, self.frame_UW, self.frame_length_U, self.size)
+
+    def _read(self, row_SR: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        row_SR = np.asarray(row_SR)
+        ids_MP, length_M = self.tokens.rows(row_SR.reshape(-1), self.longest)
+        return (
+            ids_MP.astype(np.int32).reshape(*row_SR.shape, self.longest),
+            length_M.reshape(row_SR.shape),
+        )
+
+
+def _room(heads: list[list[int]], tail: list[int], size: int) -> int:
+    """Tokens that each passage may have; see `PassageStore.build`."""
+    room = (size - sum(map(len, heads)) - len(tail)) // len(heads)
+    if room < 8:
+        raise UserError(
+            f"an observation of {size} tokens leaves {room} to each of {len(heads)} passages; "
+            "raise observation_length or lower top_k"
+        )
+    return room
+
+
+def _observation(
+    passage_SRP: jax.Array,
+    length_SR: jax.Array,
+    frame_UW: jax.Array,
+    frame_length_U: jax.Array,
+    size: int,
+) -> tuple[jax.Array, jax.Array]:
+    """Passages with their frame as one row of ids [S, C], and lengths [S]."""
+    S, R, _ = passage_SRP.shape
+    W = max(passage_SRP.shape[2], frame_UW.shape[1])
+    # Small vocabularies are kept in 16 bits.
+    passage_SRW = _widen(passage_SRP.astype(jnp.int32), W)
+    frame_SUW = jnp.broadcast_to(_widen(frame_UW, W), (S, R + 1, W))
+    frame_length_SU = jnp.broadcast_to(frame_length_U, (S, R + 1))
+    piece_SUW = jnp.stack([frame_SUW[:, :R], passage_SRW], axis=2).reshape(S, 2 * R, W)
+    length_SU = jnp.stack([frame_length_SU[:, :R], length_SR], axis=2)
+    return splice(
+        jnp.concatenate([piece_SUW, frame_SUW[:, R:]], axis=1),
+        jnp.concatenate([length_SU.reshape(S, 2 * R), frame_length_SU[:, R:]], axis=1),
+        size,
+    )
+
+
 def _widen(x: jax.Array, width: int) -> jax.Array:
-    return jnp.pad(x, ((0, 0), (0, width - x.shape[1]))) if x.shape[1] < width else x
+    """The last axis padded with zeros to a width."""
+    pad = [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])]
+    return jnp.pad(x, pad) if x.shape[-1] < width else x
 
 
 def frame_texts(observation: str, passage: str, retrieved: int) -> tuple[list[str], str, str]:
