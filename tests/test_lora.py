@@ -133,11 +133,12 @@ def test_decoding_is_the_forward_pass(base):
 
 
 def test_the_base_may_lie_in_bfloat16(base):
-    """Where the compute type is bfloat16 anyway, only the norms' scales are rounded."""
+    """The numbers are those of the same rounded weights in float32."""
     config = dataclasses.replace(base[0], dtype="bfloat16")
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), base[1])
     ids = np.random.default_rng(0).integers(0, VOCAB, (2, 24))
-    config, params = with_adapters(config, base[1], b_scale=0.1)
+    rounded = jax.tree.map(lambda x: x.astype(jnp.float32), half)
+    config, params = with_adapters(config, rounded, b_scale=0.1)
     adapters, _ = split_lora(params)
     np.testing.assert_array_equal(
         all_logits(config, join(half, adapters), ids, span(24)),

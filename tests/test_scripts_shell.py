@@ -104,11 +104,16 @@ def test_tests_add_their_extra_once_and_a_launch_keeps_it(checkout):
     for tool in ("ruff", "mypy"):
         checkout.add(tool, f'#!/bin/bash\necho "{tool} $1" >>"$CALLS"\n')
         shutil.copy(checkout.tools / tool, checkout.path / ".venv/bin" / tool)
-    expected = ["ruff check", "ruff format", "mypy zest_jax", "<-m><pytest><-q><-k><a b>"]
+    expected = [
+        "ruff check",
+        "ruff format",
+        "mypy zest_jax",
+        "<-m><pytest><-q><-n><2><--dist><loadfile><-k><a b>",
+    ]
     done = checkout.run("bash", "tests/run.sh", "-k", "a b")
     assert done.returncode == 0 and checkout.calls() == ["pip .[test]", *expected]
     assert checkout.run("bash", ".ci/run").returncode == 0
-    assert checkout.calls() == [*expected[:3], "<-m><pytest><-q>"]
+    assert checkout.calls() == [*expected[:3], "<-m><pytest><-q><-n><2><--dist><loadfile>"]
     checkout.run("bash", "launch_gpu.sh")
     assert len(checkout.calls()) == 1
 
@@ -122,7 +127,7 @@ def test_a_failing_check_is_named_and_the_others_still_run(checkout):
     checkout.calls()
     done = checkout.run("bash", "tests/run.sh")
     assert done.returncode == 1 and "failed: lint format\n" in done.stderr
-    assert checkout.calls()[-1] == "<-m><pytest><-q>"
+    assert checkout.calls()[-1] == "<-m><pytest><-q><-n><2><--dist><loadfile>"
 
 
 @pytest.mark.parametrize(
