@@ -1,11 +1,16 @@
-"""Retrievers and servers that tests of retrieval share."""
+"""Retrievers, servers and indexes that tests of retrieval share."""
 
 import contextlib
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+from zest_jax.models import load_encoder
+from zest_jax.retrieval import bm25
 from zest_jax.retrieval.http_server import RetrievalServer
-from zest_jax.retrieval.interface import Passage, PassageRetriever
+from zest_jax.retrieval.index_files import Manifest, encoder_card, write_manifest, write_shard
+from zest_jax.retrieval.interface import Passage, PassageRetriever, to_contents
+from zest_jax.retrieval.passages import store_passages
+from zest_jax.retrieval.storage import list_files
 
 
 class Echo(PassageRetriever):
@@ -74,3 +79,30 @@ def scripted(respond):
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def save_bm25_index(folder, passages):
+    """An index of words as `zest_jax.build_index` lays it out."""
+    corpus = store_passages(passages, folder / "passages")
+    bm25.build((f"{p.title}\n{p.text}" for p in passages), folder / "bm25")
+    names = sorted(f"bm25/{path.name}" for path in (folder / "bm25").iterdir())
+    card = {"name": "test", "fingerprint": corpus.fingerprint}
+    files = list_files(folder, names)
+    write_manifest(
+        folder, Manifest("bm25", len(passages), 0, "", {"name": "bm25"}, card, (), files)
+    )
+
+
+def save_exact_index(folder, passages, encoder_folder, dtype="bfloat16", shard_rows=4):
+    """An index of vectors as `zest_jax.build_index` lays it out; returns the vectors."""
+    corpus = store_passages(passages, folder / "passages")
+    encoder = load_encoder(encoder_folder)
+    vector_NE = encoder.encode_texts([to_contents(p) for p in passages], "passage")
+    shards = tuple(
+        write_shard(folder, number, vector_NE[first : first + shard_rows], dtype)
+        for number, first in enumerate(range(0, len(passages), shard_rows))
+    )
+    who = encoder_card(encoder_folder, encoder, "contents")
+    card = {"name": "test", "fingerprint": corpus.fingerprint}
+    write_manifest(folder, Manifest("exact", len(passages), encoder.size, dtype, who, card, shards))
+    return vector_NE

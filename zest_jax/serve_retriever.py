@@ -74,7 +74,7 @@ def main(config: Any, workdir: str, values: flags.FlagValues) -> None:
     from zest_jax.retrieval.open_index import open_index
 
     done = serve(
-        open_index(values.index),
+        open_index(values.index, encoder=values.encoder),
         grace_s=values.grace,
         stop=stop,
         host=values.host,
@@ -102,6 +102,9 @@ def define(values: flags.FlagValues) -> None:
         flags.DEFINE_float(name, default, about, lower_bound=0.0, flag_values=values)
 
     flags.DEFINE_string("index", "", "folder of the index (see zest_jax.build_index)", values)
+    flags.DEFINE_string(
+        "encoder", "", "where the index's encoder is, if not where it was", flag_values=values
+    )
     flags.DEFINE_string("host", "127.0.0.1", "address to listen on; 0.0.0.0 for all", values)
     flags.DEFINE_integer(
         "port", 8000, "port to listen on; 0 for any free one", 0, 65_535, flag_values=values

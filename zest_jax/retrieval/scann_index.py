@@ -312,7 +312,7 @@ def build(vector_NE: np.ndarray, settings: ScannSettings | None = None) -> Scann
     s.check(N)
     scann = import_scann()
     if scann is None:
-        _say_exact(N)
+        say_exact(N)
         return ExactIndex(jnp.asarray(vector_NE))
     builder = scann.scann_ops_pybind.builder(vector_NE, 10, "dot_product")
     if s.num_leaves:
@@ -376,11 +376,11 @@ def load(folder: str | Path) -> ScannIndex | ExactIndex:
             f"scann is not installed here, and {folder} keeps codes only (reorder=0), so exact "
             "search is not possible either; build it anew with reorder."
         )
-    _say_exact(told["vectors"])
+    say_exact(told["vectors"])
     return ExactIndex(jnp.asarray(np.load(folder / "dataset.npy", mmap_mode="r")))
 
 
-def _say_exact(vectors: int) -> None:
+def say_exact(vectors: int) -> None:
     logging.warning(
         "scann is not installed (it has wheels for Linux only): the %d vectors are searched "
         "exactly on %s instead, with results at least as good",
