@@ -175,7 +175,8 @@ def write_shard(folder: Path, number: int, vector_RE: np.ndarray, dtype: str) ->
     Raises:
       UserError: a vector that is not finite, or is not any more in this type.
     """
-    stored_RE = vector_RE.astype(DTYPES[dtype])
+    with np.errstate(over="ignore"):  # told below, with the row
+        stored_RE = vector_RE.astype(DTYPES[dtype])
     bad = np.flatnonzero(~np.isfinite(stored_RE.astype(np.float32)).all(axis=1))
     if len(bad):
         raise UserError(
