@@ -386,3 +386,81 @@ def test_a_policy_of_no_family_cannot_be_exported(tmp_path):
         save_pretrained(config, init_params(config, jax.random.key(0)), tmp_path)
     with pytest.raises(UserError, match="max_shard_size"):
         save_pretrained(model("qwen2")[0], model("qwen2")[1], tmp_path, max_shard_size="lots")
+
+
+# ----------------------------------------------------------------- configs that are off
+
+BASE = {
+    "model_type": "qwen2",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 512,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+
+
+def test_rope_scaling_counts_where_both_groups_are_there():
+    """As in transformers, where a model card's YaRN is added to a file that was saved anew."""
+    plain = {"rope_type": "default", "rope_theta": 5e5}
+    both = BASE | {"rope_theta": 5e5, "rope_parameters": plain, "rope_scaling": YARN}
+    config = PolicyConfig.from_hf(both)
+    assert config.rope_scaling.kind == "yarn" and config.rope_scaling.factor == 4.0
+    assert config.rope_theta == 5e5
+    with pytest.raises(UserError, match="write rope_theta into rope_scaling as well"):
+        PolicyConfig.from_hf(BASE | {"rope_parameters": plain, "rope_scaling": YARN})
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"num_attention_heads": "abc"}, "num_attention_heads = 'abc', which is no positive whole"),
+        ({"num_attention_heads": None}, "no field 'num_attention_heads'"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads = 3"),
+        ({"head_dim": 15}, "a head size of 15"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers = 0"),
+        ({"rope_theta": 0}, "rope_theta = 0"),
+        ({"rope_parameters": "x"}, "rope_parameters = 'x', which is no group"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "rope_scaling of .* factor = 0"),
+        ({"rope_scaling": YARN | {"factor": None}}, "rope_scaling of .* no field 'factor'"),
+    ],
+)
+def test_values_that_no_model_has_are_named(changes, told):
+    with pytest.raises(UserError, match=told):
+        PolicyConfig.from_hf(BASE | changes)
+
+
+def test_null_fields_take_their_defaults():
+    config = PolicyConfig.from_hf(BASE | {"rms_norm_eps": None, "max_position_embeddings": None})
+    assert (config.norm_eps, config.max_length) == (1e-6, 32_768)
+
+
+@pytest.mark.parametrize("field", ["dtype", "param_dtype"])
+def test_types_that_are_none(field):
+    with pytest.raises(
+        UserError, match=f"{field} is one of float32, bfloat16, float16, not 'int8'"
+    ):
+        load_pretrained("anywhere", **{field: "int8"})
+
+
+def test_a_folder_without_tokenizer_or_with_another_models(tmp_path):
+    from zest_jax.models.hf import read_tokenizer
+
+    with pytest.raises(UserError, match="has no tokenizer"):
+        read_tokenizer(tmp_path)
+    tiny.tokenizer(tags_as_tokens=True).save_pretrained(tmp_path)
+    read_tokenizer(tmp_path, 4096)
+    with pytest.raises(
+        UserError, match="has only 16 rows for them: it is the tokenizer of another"
+    ):
+        read_tokenizer(tmp_path, 16)
+
+
+def test_a_folder_that_cannot_be_made(tmp_path):
+    config = PolicyConfig(16, 8, 1, 2, 1, 4, 8)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be made"):
+        save_pretrained(config, init_params(config, jax.random.key(0)), tmp_path / "file" / "x")

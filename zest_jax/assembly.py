@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import transformers
 
 from zest_jax import preflight
 from zest_jax.errors import UserError
@@ -18,7 +17,7 @@ from zest_jax.learning.updates import UpdateSpec
 from zest_jax.models import PolicyConfig, init_params
 from zest_jax.models.backends import choose_attention
 from zest_jax.models.config import LoraSpec
-from zest_jax.models.hf import load_pretrained
+from zest_jax.models.hf import load_generation, load_pretrained, read_tokenizer
 from zest_jax.models.lora import add_lora, fingerprint, join, split_lora
 from zest_jax.models.policy import Params
 from zest_jax.retrieval import Retriever
@@ -43,6 +42,7 @@ class Parts:
       frozen: the policy beside the adapters, one for all roles; None where all of it is trained.
       origin: where that came from, in words.
       attention: which back end was chosen, and why.
+      generation: its generation_config.json, {} for random weights.
       retriever: the passages, on device.
       solver_sampler, proposer_sampler: compiled rollouts.
     """
@@ -55,6 +55,7 @@ class Parts:
     frozen: Params | None
     origin: str
     attention: str
+    generation: dict[str, Any]
     retriever: Retriever
     solver_sampler: Sampler
     proposer_sampler: Sampler
@@ -83,12 +84,14 @@ def build(config: Any, traces: TraceCounter) -> Parts:
                 "solver by."
             )
     lora, frozen = lora_spec(config), None
+    generation: dict[str, Any] = {}
     # A frozen policy is only computed with, so it is kept in the type of that.
     kept = "float32" if lora is None else config.policy.dtype
     if config.policy.folder:
         folder = policy_folder(config.policy.folder)
         policy, params = load_pretrained(folder, dtype=config.policy.dtype, param_dtype=kept)
-        tokenizer = read_tokenizer(folder)
+        tokenizer = read_tokenizer(folder, policy.vocab_size)
+        generation = load_generation(folder)
         origin = config.policy.folder
     else:
         tokenizer = read_tokenizer(atlas.tokenizer_folder)
@@ -155,6 +158,7 @@ def build(config: Any, traces: TraceCounter) -> Parts:
         frozen=frozen,
         origin=origin,
         attention=attention,
+        generation=generation,
         retriever=retriever,
         solver_sampler=Sampler(
             "solver_rollout",
@@ -165,6 +169,7 @@ def build(config: Any, traces: TraceCounter) -> Parts:
             retriever,
             max(s.tasks_per_step * s.group_size, 4 * s.slots),
             traces,
+            end_ids(generation),
         ),
         proposer_sampler=Sampler(
             "proposer_rollout",
@@ -175,29 +180,22 @@ def build(config: Any, traces: TraceCounter) -> Parts:
             None,
             max(p.chains_per_step, 16 * p.slots),
             traces,
+            end_ids(generation),
         ),
     )
 
 
 def policy_folder(name: str) -> str:
     """A folder as given, or a policy that ships with the package under that name."""
+    name = str(Path(name).expanduser()) if name.startswith("~") else name
     shipped = Path(str(files("zest_jax") / "assets" / name))
     return str(shipped) if "/" not in name and shipped.is_dir() else name
 
 
-def read_tokenizer(folder: str | Path) -> Any:
-    """The tokenizer of a Hugging Face folder or hub id.
-
-    Raises:
-      UserError: there is none, or its files cannot be read.
-    """
-    try:
-        return transformers.AutoTokenizer.from_pretrained(folder)
-    except Exception as error:  # whatever the library makes of a missing or broken file
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-        raise UserError(
-            f"{folder}: no tokenizer can be read there ({type(error).__name__}: {reason[:120]})."
-        ) from error
+def end_ids(generation: dict[str, Any]) -> list[int]:
+    """The end tokens that a generation_config.json names: none, one or several."""
+    ends = generation.get("eos_token_id")
+    return ends if isinstance(ends, list) else [] if ends is None else [ends]
 
 
 def protocol(name: str) -> Protocol:

@@ -89,7 +89,15 @@ def export(
         raise UserError(f"{out} is a file; name a folder to write to.")
     parts, params, step = load_role(workdir_path, role, step)
     policy, params = merge_lora(parts.policy, params)
-    save_pretrained(policy, jax.device_get(params), out, parts.tokenizer, dtype=dtype)
+    save_pretrained(
+        policy,
+        jax.device_get(params),
+        out,
+        parts.tokenizer,
+        dtype=dtype,
+        # The several end tokens of an instruct model, say.
+        generation=parts.generation or None,
+    )
     return step
 
 

@@ -90,7 +90,7 @@ class Plan:
         return f"memory: {_gib(self.peak)} at the most ({fullest}), {limit}"
 
     def table(self) -> str:
-        """Lines in GiB per device, for people."""
+        """Lines per device, for people."""
         rows: list[tuple[str, float | None]] = [("all the time", None)]
         rows += [(f"  {line.name}", line.size) for line in self.resident]
         for phase, lines in self.phases.items():
@@ -292,7 +292,8 @@ def _total(lines: Sequence[Line]) -> float:
 
 
 def _gib(size: float) -> str:
-    return f"{size / GIB:.2f} GiB"
+    """In GiB, or in MiB where that would show nothing."""
+    return f"{size / GIB:.2f} GiB" if size >= GIB / 10 else f"{size / 2**20:.2f} MiB"
 
 
 # ------------------------------------------------------------------------- a run's plan

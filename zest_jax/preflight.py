@@ -92,10 +92,10 @@ def check_fields(config: Any) -> None:
                 f"config field {role}.temperature must be above 0: rollouts that are all alike "
                 "teach nothing."
             )
-    if config.policy.chat and config.warm_start.steps and not config.warm_start.file:
+    if config.policy.system and not config.policy.chat:
         raise UserError(
-            "the scripts of a warm start are written for base prompts; set policy.chat=False, or "
-            "give trajectories of your own (warm_start.file)."
+            "config field policy.system is part of a chat template; set policy.chat=True as well, "
+            "or leave it empty."
         )
     heads, kv_heads, head_dim = config.policy.heads, config.policy.kv_heads, config.policy.head_dim
     if heads % kv_heads or head_dim % 2:
@@ -109,8 +109,14 @@ def check_world(config: Any, parts: Parts) -> None:
     """Finds what would stop a run later, before its workdir belongs to the config.
 
     Raises:
-      UserError: a question that does not fit the solver's prompt, or fewer chains than are drawn.
+      UserError: a question that does not fit the solver's prompt, fewer chains than are drawn, or
+        a warm start that was written for other prompts.
     """
+    if config.policy.chat and config.warm_start.steps and not config.warm_start.file:
+        raise UserError(
+            "the scripts of a warm start are written for base prompts; set policy.chat=False, or "
+            "give trajectories of your own (warm_start.file)."
+        )
     limit, template = config.solver.prompt_length, parts.solver_sampler.protocol.prompt
     asked = {
         "heldout.jsonl": parts.atlas.heldout_tasks if config.schedule.iterations else (),

@@ -1,6 +1,8 @@
 """The shape of a decoder-only policy, in our own words and as a Hugging Face config.json."""
 
 import dataclasses
+import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -154,34 +156,36 @@ class PolicyConfig:
         """
         family = hf.get("model_type")
         _refuse_unsupported(hf)
-        try:
-            heads = int(hf["num_attention_heads"])
-            # Qwen3's head size is a field of its own, 128 unless told; elsewhere it is D / H.
-            head_dim = hf.get("head_dim") or (
-                128 if family == "qwen3" else hf["hidden_size"] // heads
-            )
-            theta, scaling = _read_rope(hf)
-            return cls(
-                vocab_size=int(hf["vocab_size"]),
-                width=int(hf["hidden_size"]),
-                layers=int(hf["num_hidden_layers"]),
-                heads=heads,
-                kv_heads=int(hf.get("num_key_value_heads") or heads),
-                head_dim=int(head_dim),
-                mlp_width=int(hf["intermediate_size"]),
-                rope_theta=theta,
-                norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
-                qkv_bias=family == "qwen2",
-                qk_norm=family == "qwen3",
-                tied=bool(hf.get("tie_word_embeddings", False)),
-                max_length=int(hf.get("max_position_embeddings", 32_768)),
-                dtype=dtype,
-                rope_scaling=scaling,
-            )
-        except KeyError as e:
+        read = functools.partial(_number, hf)
+        heads = read("num_attention_heads", int)
+        width = read("hidden_size", int)
+        theta, scaling = _read_rope(hf)
+        # Qwen3's head size is a field of its own, 128 unless told; elsewhere it is D / H.
+        head_dim = read("head_dim", int, 128 if family == "qwen3" else width // heads)
+        kv_heads = read("num_key_value_heads", int, heads)
+        if heads % kv_heads or head_dim % 2:
             raise UserError(
-                f"config.json has no field {e.args[0]!r}: it is not a complete {family} config"
-            ) from None
+                f"config.json has num_attention_heads = {heads}, num_key_value_heads = {kv_heads} "
+                f"and a head size of {head_dim}; the first must be a multiple of the second, and "
+                "the third even"
+            )
+        return cls(
+            vocab_size=read("vocab_size", int),
+            width=width,
+            layers=read("num_hidden_layers", int),
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            mlp_width=read("intermediate_size", int),
+            rope_theta=theta,
+            norm_eps=read("rms_norm_eps", float, 1e-6),
+            qkv_bias=family == "qwen2",
+            qk_norm=family == "qwen3",
+            tied=bool(hf.get("tie_word_embeddings", False)),
+            max_length=read("max_position_embeddings", int, 32_768),
+            dtype=dtype,
+            rope_scaling=scaling,
+        )
 
     @property
     def family(self) -> str:
@@ -273,8 +277,8 @@ def _refuse_unsupported(hf: Mapping[str, Any]) -> None:
     # (field, values that our block computes, what they mean)
     plain = (
         ("hidden_act", ("silu", "swish", None), "a SiLU-gated feed-forward"),
-        ("attention_bias", (False, None), "no bias on the output projection"),
-        ("mlp_bias", (False, None), "no biases in the feed-forward"),
+        ("attention_bias", (False, None), "models without a bias on the output projection"),
+        ("mlp_bias", (False, None), "models without biases in the feed-forward"),
         ("quantization_config", (None,), "unquantised weights"),
         ("partial_rotary_factor", (1.0, None), "a rotation of the whole head"),
     )
@@ -286,10 +290,52 @@ def _refuse_unsupported(hf: Mapping[str, Any]) -> None:
             )
 
 
+def _number(
+    fields: Mapping[str, Any],
+    name: str,
+    kind: type,
+    default: Any = None,
+    where: str = "config.json",
+) -> Any:
+    """A positive number of a config, `default` where the field is absent or null.
+
+    Raises:
+      UserError: there is none and no default, or it is no positive number.
+    """
+    value = fields.get(name)
+    if value is None:
+        if default is None:
+            raise UserError(f"{where} has no field {name!r}: it is not a complete config")
+        return default
+    good = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+    if not good or (kind is int and value != int(value)):
+        raise UserError(f"{where} has {name} = {value!r}, which is no positive {_KINDS[kind]}")
+    return kind(value)
+
+
+_KINDS = {int: "whole number", float: "number"}
+
+
 def _read_rope(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-    """Base and scaling, from the fields of transformers 5 (`rope_parameters`) or 4."""
-    rope = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
-    theta = float(rope.get("rope_theta") or hf.get("rope_theta") or 10_000.0)
+    """Base and scaling, from the fields of transformers 5 (`rope_parameters`) or 4.
+
+    Where there are both, `rope_scaling` counts, as it does in transformers: model cards tell people
+    to add it.
+    """
+    both = {name: hf.get(name) or {} for name in ("rope_scaling", "rope_parameters")}
+    for name, fields in both.items():
+        if not isinstance(fields, Mapping):
+            raise UserError(f"config.json has {name} = {fields!r}, which is no group of fields")
+    name = "rope_scaling" if both["rope_scaling"] else "rope_parameters"
+    rope = both[name]
+    read = functools.partial(_number, rope, where=f"{name} of config.json")
+    given = [fields["rope_theta"] for fields in (rope, hf) if fields.get("rope_theta") is not None]
+    if not given and "rope_theta" in both["rope_parameters"]:
+        raise UserError(
+            "config.json has both rope_scaling and rope_parameters, and rope_theta only in the "
+            "second, which the first replaces; write rope_theta into rope_scaling as well"
+        )
+    theta = _number({"rope_theta": given[0] if given else None}, "rope_theta", float, 10_000.0)
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if any(isinstance(v, Mapping) for v in rope.values()):
         raise UserError("config.json has rotary settings by kind of layer, which is not supported")
@@ -303,30 +349,29 @@ def _read_rope(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
             f"rotary scaling of type {kind!r}{extra} is not supported; "
             "supported are default, linear, llama3 and yarn"
         )
-    length = rope.get("original_max_position_embeddings") or hf.get(
-        "original_max_position_embeddings"
-    )
-    if kind != "linear" and length is None:
-        length = hf["max_position_embeddings"] if kind == "yarn" else None
+    factor = read("factor", float)
     if kind == "linear":
-        return theta, RopeScaling("linear", float(rope["factor"]))
-    if length is None:
-        raise KeyError("original_max_position_embeddings")
+        return theta, RopeScaling("linear", factor)
+    # YaRN's original length is the checkpoint's longest where nothing else is said.
+    otherwise = hf.get("original_max_position_embeddings")
+    if otherwise is None and kind == "yarn":
+        otherwise = hf.get("max_position_embeddings")
+    length = read("original_max_position_embeddings", int, otherwise)
     if kind == "llama3":
         return theta, RopeScaling(
             "llama3",
-            float(rope["factor"]),
-            int(length),
-            low_freq_factor=float(rope["low_freq_factor"]),
-            high_freq_factor=float(rope["high_freq_factor"]),
+            factor,
+            length,
+            low_freq_factor=read("low_freq_factor", float),
+            high_freq_factor=read("high_freq_factor", float),
         )
     return theta, RopeScaling(
         "yarn",
-        float(rope["factor"]),
-        int(length),
-        beta_fast=float(rope.get("beta_fast") or 32.0),
-        beta_slow=float(rope.get("beta_slow") or 1.0),
-        attention_factor=float(rope.get("attention_factor") or 0.0),
+        factor,
+        length,
+        beta_fast=read("beta_fast", float, 32.0),
+        beta_slow=read("beta_slow", float, 1.0),
+        attention_factor=read("attention_factor", float, 0.0) or 0.0,
         truncate=bool(rope.get("truncate", True)),
     )
 

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import transformers
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -48,6 +49,8 @@ _LAYER = {
     "up_DF": ("mlp.up_proj.weight", "F D"),
     "down_FD": ("mlp.down_proj.weight", "D F"),
 }
+TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "vocab.json", "tokenizer.model")
+_TYPES = ("float32", "bfloat16", "float16")
 # Buffers that old Llama checkpoints stored although they follow from the config.
 _DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
@@ -100,12 +103,55 @@ def read_config(folder: Path) -> dict[str, Any]:
         ) from None
     except (ValueError, TypeError):
         raise UserError(f"{path} is not valid JSON; fetch the model again") from None
+    except OSError as e:
+        raise UserError(f"{path} cannot be read ({e.strerror}); fetch the model again") from None
+
+
+def read_tokenizer(folder: str | Path, vocab_size: int | None = None) -> Any:
+    """The tokenizer of a folder (or hub id).
+
+    Args:
+      folder: where its files lie.
+      vocab_size: rows of the embedding that it must fit; None where there is none yet.
+
+    Raises:
+      UserError: there is none, it cannot be read, or it has ids that the embedding has not.
+    """
+    folder = local_folder(folder)
+    # Without these files the library makes up an empty tokenizer, and says nothing.
+    if not any((folder / name).exists() for name in TOKENIZER_FILES):
+        raise UserError(
+            f"{folder} has no tokenizer ({', '.join(TOKENIZER_FILES)}); fetch the model again with "
+            "its tokenizer files"
+        )
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    except Exception as e:  # whatever the library makes of a broken file
+        reason = str(e).strip().splitlines()[0] if str(e).strip() else repr(e)
+        raise UserError(
+            f"the tokenizer in {folder} cannot be read ({type(e).__name__}: {reason[:120]}); "
+            "fetch the model again"
+        ) from e
+    largest = max(tokenizer.get_vocab().values(), default=-1)
+    if vocab_size is not None and largest >= vocab_size:
+        raise UserError(
+            f"the tokenizer in {folder} has ids up to {largest}, but the model has only "
+            f"{vocab_size} rows for them: it is the tokenizer of another model"
+        )
+    return tokenizer
 
 
 def load_generation(folder: str | Path) -> dict[str, Any]:
-    """The folder's generation_config.json (end tokens and the like), {} where it has none."""
+    """The folder's generation_config.json (end tokens and the like), {} where it has none.
+
+    Raises:
+      UserError: it is there and cannot be read.
+    """
     path = local_folder(folder) / "generation_config.json"
-    return json.loads(path.read_text()) if path.exists() else {}
+    try:
+        return dict(json.loads(path.read_text())) if path.exists() else {}
+    except (ValueError, TypeError, OSError):
+        raise UserError(f"{path} is not valid JSON; fetch the model again") from None
 
 
 def load_pretrained(
@@ -132,8 +178,11 @@ def load_pretrained(
 
     Raises:
       UserError: an unsupported model, or missing, unexpected, mis-shaped or truncated tensors: all
-        of them named in one sentence.
+        of them named in one sentence; or a type that is none of float32, bfloat16 and float16.
     """
+    for name, value in (("dtype", dtype), ("param_dtype", param_dtype)):
+        if value not in _TYPES:
+            raise UserError(f"{name} is one of {', '.join(_TYPES)}, not {value!r}")
     folder = local_folder(folder)
     config = load_config(folder, dtype)
     files, problems = open_tensors(folder)
@@ -188,7 +237,8 @@ def save_pretrained(
         pad ids. Pass `load_generation` of the starting model to keep its several end tokens.
 
     Raises:
-      UserError: a policy that no Hugging Face architecture describes, or an unknown type or size.
+      UserError: a policy that no Hugging Face architecture describes, an unknown type or size, or
+        a folder that cannot be made.
     """
     if dtype not in ("float32", "bfloat16"):
         raise UserError(f"weights are stored as float32 or bfloat16, not as {dtype!r}")
@@ -207,7 +257,12 @@ def save_pretrained(
     if hf["eos_token_id"] is None:
         hf |= {k: generation[k] for k in ("bos_token_id", "eos_token_id") if k in generation}
     if first:
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            raise UserError(
+                f"{folder} cannot be made ({e.strerror}); name another folder"
+            ) from None
     layout = _layout(config)
     stored_shapes = {
         name: layout.stored_shape(letters) for name, letters, *_ in _walk(config, params)

@@ -23,6 +23,7 @@ C chunk, N episodes, X automaton states, A actions.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 from typing import Protocol as Interface
 
@@ -167,12 +168,19 @@ class Engine:
 
     @classmethod
     def build(
-        cls, config: PolicyConfig, spec: RolloutSpec, protocol: Protocol, tokenizer
+        cls,
+        config: PolicyConfig,
+        spec: RolloutSpec,
+        protocol: Protocol,
+        tokenizer,
+        eos_ids: Sequence[int] = (),
     ) -> "Engine":
-        """Tokenises what the protocol adds and collects the ids that end a turn."""
+        """Tokenises what the protocol adds; `eos_ids` end a turn beside the tokenizer's own."""
         correction = protocol.correction
         ids = tokenizer(correction, add_special_tokens=False)["input_ids"] if correction else []
-        return cls(config, spec, protocol, (tokenizer.eos_token_id,), tuple(ids))
+        own = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+        ends = tuple(dict.fromkeys([*own, *eos_ids]))
+        return cls(config, spec, protocol, ends, tuple(ids))
 
     def stop_table(self, tokenizer) -> StopTable:
         """The automaton's table over the protocol's tags, on device."""
@@ -354,7 +362,7 @@ class Engine:
         complete_S = writing_S & (closed_S != stops.NONE) & (begin_S >= 0)
         ended_S = (
             (closed_S != stops.NONE)
-            | jnp.isin(token_S, jnp.array(self.eos_ids))
+            | jnp.isin(token_S, jnp.array(self.eos_ids, jnp.int32))
             | (state.written_S >= self.spec.action_length)
         )
         is_search_S = complete_S & (closed_S == self.protocol.kind(SEARCH))

@@ -32,6 +32,7 @@ class Sampler:
       retriever: answers the searches; None for protocols without.
       capacity: most prompts of one call; more are done in several calls.
       traces: counts the traces.
+      eos_ids: tokens that end a turn beside the tokenizer's own.
     """
 
     def __init__(
@@ -44,11 +45,12 @@ class Sampler:
         retriever: Searcher | None,
         capacity: int,
         traces: TraceCounter,
+        eos_ids: Sequence[int] = (),
     ):
         self.spec, self.protocol, self.tokenizer = spec, protocol, tokenizer
         self.capacity = capacity
         self._retriever = retriever
-        engine = Engine.build(config, spec, protocol, tokenizer)
+        engine = Engine.build(config, spec, protocol, tokenizer, eos_ids)
         self._table = engine.stop_table(tokenizer)
         self._rollout = traces.jit(name, engine.rollout)
         self.counters: dict[str, float] = {}
