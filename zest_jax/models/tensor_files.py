@@ -12,9 +12,12 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any, NoReturn
 
 import ml_dtypes
 import numpy as np
+
+from zest_jax.errors import UserError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -26,6 +29,25 @@ _DTYPES = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_BYTE = np.dtype(np.uint8)
+# Bits of a number of every type of the format, ours and others.
+_BITS = {
+    **{name: 8 * dtype.itemsize for name, dtype in _DTYPES.items()},
+    **{"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "U8": 8, "I8": 8, "I16": 16, "U16": 16},
+    **{"F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8},
+    **{"I32": 32, "U32": 32, "C64": 64, "I64": 64, "U64": 64},
+}
+_LONGEST_HEADER = 100_000_000  # bytes, as in the library
+_LISTED = 5  # files in an error before it says "and … more"
+_OTHER_FORMATS = (".bin", ".bin.index.json", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx")
+# How files begin that stand in place of weights, in lower case.
+_NO_TENSORS = {
+    b"version https://git-lfs": "a git-LFS pointer (git lfs pull fetches what it points to)",
+    b"<!doctype": "an HTML page",
+    b"<html": "an HTML page",
+    b"<?xml": "an XML page",
+    b"pk\x03\x04": "a PyTorch or zip file",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +61,8 @@ class Stored:
 
     def view(self) -> np.ndarray:
         """The tensor over the mapped file: nothing is read before it is used."""
+        if 0 in self.shape:  # cannot be mapped
+            return np.empty(self.shape, self.dtype)
         if not self.shape:
             return np.fromfile(self.path, self.dtype, 1, offset=self.start).reshape(())
         return np.memmap(self.path, self.dtype, "r", self.start, self.shape)
@@ -48,27 +72,39 @@ def open_tensors(folder: Path) -> tuple[dict[str, Stored], list[str]]:
     """Finds every tensor of a model folder: model.safetensors, or the files that its index names.
 
     Returns:
-      The sound tensors by name, and a sentence for everything that is broken.
+      The sound tensors by name, and a sentence, beginning with its name, for every other.
+
+    Raises:
+      UserError: a file is missing, or cannot be read as the safetensors library would read it;
+        every such file is named. What its tensors are is then not known, so none is called missing.
     """
+    wanted = _read_index(folder) if (folder / INDEX).exists() else None
+    files = [_only_file(folder)] if wanted is None else sorted(set(wanted.values()))
     problems: list[str] = []
-    index = folder / INDEX
-    wanted: dict[str, str] | None = None
-    if index.exists():
-        try:
-            wanted = dict(json.loads(index.read_text())["weight_map"])
-        except (ValueError, KeyError, TypeError):
-            return {}, [f"{INDEX} is not a valid index"]
-        files = sorted(set(wanted.values()))
-    elif (folder / SINGLE).exists():
-        files = [SINGLE]
-    else:
-        return {}, [f"neither {SINGLE} nor {INDEX} is there"]
+    broken: list[str] = []
     found: dict[str, Stored] = {}
     for name in files:
-        if (folder / name).exists():
-            _open_file(folder / name, found, problems)
-        else:
-            problems.append(f"file {name} is missing")
+        try:
+            for tensor, (kind, stored) in _read_header(folder / name).items():
+                if kind not in _DTYPES:
+                    problems.append(f"{tensor} has type {kind}, which is not supported")
+                elif tensor in found:
+                    other = found[tensor].path.name
+                    problems.append(f"{tensor} lies both in {other} and in {name}")
+                else:
+                    found[tensor] = stored
+        except FileNotFoundError:
+            broken.append(f"file {name} is missing")
+        except OSError as e:
+            broken.append(f"file {name} cannot be opened ({e.strerror})")
+        except _BrokenFileError as e:
+            broken.append(f"file {name} {e}")
+    if broken:
+        rest = f"; and {len(broken) - _LISTED} more" if len(broken) > _LISTED else ""
+        raise UserError(
+            f"the weights in {folder} cannot be read: {'; '.join(broken[:_LISTED])}{rest}; "
+            "fetch or export the model again"
+        )
     if wanted is not None:
         for tensor, stored in list(found.items()):
             if wanted.get(tensor) != stored.path.name:
@@ -77,32 +113,147 @@ def open_tensors(folder: Path) -> tuple[dict[str, Stored], list[str]]:
     return found, problems
 
 
-def _open_file(path: Path, found: dict[str, Stored], problems: list[str]) -> None:
-    """Adds the tensors of one file to `found`, and what is wrong with it to `problems`."""
-    size = path.stat().st_size
+class _BrokenFileError(Exception):
+    """What is wrong with a file as a whole, in words that follow its name."""
+
+
+def _only_file(folder: Path) -> str:
+    """The name of a single file, or a UserError that says what the folder has instead of it."""
+    if (folder / SINGLE).exists():
+        return SINGLE
+    names = sorted(path.name for path in folder.iterdir())
+    ours = [name for name in names if name.endswith(".safetensors")]
+    if ours:
+        raise UserError(
+            f"{folder} has {ours[0]}, but neither {SINGLE} nor {INDEX}, which says what lies "
+            "where; fetch the whole model again"
+        )
+    others = [name for name in names if name.endswith(_OTHER_FORMATS)]
+    if others:
+        raise UserError(
+            f"{folder} has its weights only as {others[0]}, which is not read; convert to "
+            "safetensors (load the model with transformers and call its save_pretrained)"
+        )
+    raise UserError(
+        f"{folder} has no weights: neither {SINGLE} nor {INDEX} is there; fetch the model again, "
+        "and convert to safetensors what is stored otherwise"
+    )
+
+
+def _read_index(folder: Path) -> dict[str, str]:
+    """File names by tensor name."""
+
+    def refuse(what: str) -> NoReturn:
+        raise UserError(f"{folder / INDEX} is not a valid index: {what}; fetch the model again")
+
     try:
-        with path.open("rb") as f:
-            length = int.from_bytes(f.read(8), "little")
-            if not 2 <= length <= size - 8:
-                raise ValueError
-            header = json.loads(f.read(length))
-    except ValueError:
-        problems.append(f"file {path.name} is truncated or no safetensors file")
-        return
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        dtype = _DTYPES.get(entry["dtype"])
-        shape = tuple(entry["shape"])
-        start, end = (8 + length + offset for offset in entry["data_offsets"])
-        if dtype is None:
-            problems.append(f"{name} has type {entry['dtype']}, which is not supported")
-        elif end - start != math.prod(shape) * dtype.itemsize or name in found:
-            problems.append(f"{name} is described wrongly by the header of {path.name}")
-        elif end > size:
-            problems.append(f"{name} is truncated in {path.name}")
-        else:
-            found[name] = Stored(path, dtype, shape, start)
+        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+    except OSError as e:
+        refuse(f"it cannot be opened ({e.strerror})")
+    except (ValueError, RecursionError):
+        refuse("it is no JSON")
+    files = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(files, dict) or not files:
+        refuse("it has no weight_map with the file of every tensor")
+    for tensor, name in files.items():
+        # A path would lead out of the folder; "" and "." are folders.
+        if not isinstance(name, str) or name in ("", "..") or Path(name).name != name:
+            refuse(f"{tensor} shall lie in {name!r}, which is no file name")
+    return files
+
+
+def _read_header(path: Path) -> dict[str, tuple[str, Stored]]:
+    """Type and place of every tensor of a file.
+
+    What the safetensors library (0.8) refuses is refused here too: above all, the tensors must
+    cover the data without a hole, an overlap or a byte behind the last one. (A type without a
+    `Stored` of ours has one of single bytes, for its place.)
+
+    Raises:
+      _BrokenFileError: the file is no safetensors file, or not all of one.
+      OSError: it cannot be opened.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as f:
+        start = f.read(64)
+        length = int.from_bytes(start[:8], "little")
+        for mark, what in _NO_TENSORS.items():
+            if start.lstrip().lower().startswith(mark):
+                raise _BrokenFileError(f"is {what}, not the weights themselves")
+        if not size:
+            raise _BrokenFileError("is empty")
+        if not 2 <= length <= min(size - 8, _LONGEST_HEADER):
+            raise _BrokenFileError("is truncated or no safetensors file")
+        f.seek(8)
+        text = f.read(length)
+    try:
+        header = json.loads(text.decode())
+    except (ValueError, RecursionError):
+        raise _BrokenFileError("has a header that is no JSON: it is damaged") from None
+    if not isinstance(header, dict):
+        raise _BrokenFileError("has a header that is no JSON object: it is damaged")
+    notes = header.pop("__metadata__", None) or {}
+    if not isinstance(notes, dict) or not all(isinstance(v, str) for v in notes.values()):
+        raise _BrokenFileError("has a __metadata__ that is no table of strings: it is damaged")
+    places = {name: _read_entry(name, entry) for name, entry in header.items()}
+    _check_cover(places, size - 8 - length)
+    return {
+        name: (kind, Stored(path, _DTYPES.get(kind, _BYTE), shape, 8 + length + begin))
+        for name, (kind, shape, begin, _) in places.items()
+    }
+
+
+def _read_entry(name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
+    """Type, shape, first and last-plus-one byte of a tensor, from its entry of the header."""
+
+    def counts(value: Any) -> bool:  # bool is a kind of int
+        return isinstance(value, list) and all(type(n) is int and n >= 0 for n in value)
+
+    if not isinstance(entry, dict):
+        raise _BrokenFileError(f"has a header whose {name} is no JSON object")
+    for field in ("dtype", "shape", "data_offsets"):
+        if field not in entry:
+            raise _BrokenFileError(f"has a header whose {name} has no {field}")
+    kind, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(kind, str):
+        raise _BrokenFileError(f"has a header whose {name} has the dtype {kind!r}")
+    if not counts(shape):
+        raise _BrokenFileError(
+            f"has a header whose {name} has the shape {shape!r}: not whole numbers from 0 on"
+        )
+    if not counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise _BrokenFileError(
+            f"has a header whose {name} has the data_offsets {offsets!r}: not a first and a last "
+            "whole number from 0 on"
+        )
+    bits = _BITS.get(kind)
+    if bits is not None and 8 * (offsets[1] - offsets[0]) != math.prod(shape) * bits:
+        raise _BrokenFileError(
+            f"has a header whose {name} has {offsets[1] - offsets[0]} bytes, which are not those "
+            f"of {shape} numbers of type {kind}"
+        )
+    return kind, tuple(shape), *offsets
+
+
+def _check_cover(places: Mapping[str, tuple[str, tuple[int, ...], int, int]], size: int) -> None:
+    """Refuses tensors that do not cover `size` bytes of data one behind the other."""
+    ordered = sorted(places.items(), key=lambda item: item[1][2:])
+    covered = 0
+    for name, (_, _, begin, end) in ordered:
+        if begin != covered:
+            where = (
+                "overlaps the tensor before it" if begin < covered else "leaves a hole before it"
+            )
+            raise _BrokenFileError(f"has a header whose {name} {where}: it is damaged")
+        covered = end
+    if covered > size:
+        short = [name for name, place in ordered if place[3] > size]
+        rest = f" and {len(short) - 1} more behind it" if len(short) > 1 else ""
+        raise _BrokenFileError(
+            f"is too short by {covered - size} bytes: {short[0]} is truncated{rest}"
+        )
+    if covered < size:
+        raise _BrokenFileError(f"has {size - covered} bytes behind its last tensor: it is damaged")
 
 
 def write_tensors(
