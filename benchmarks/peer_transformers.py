@@ -74,3 +74,37 @@ def score(case: dict[str, Any]) -> dict[str, Any]:
 
     timed = seconds(step, case["steps"])
     return timed | {"peak_gib": torch.cuda.max_memory_allocated() / 2**30}
+
+
+def rollout(case: dict[str, Any]) -> dict[str, Any]:
+    """Sampling with `generate`; a turn of the search case reads everything again."""
+    torch.manual_seed(0)
+    model = _model(case["policy"], torch.bfloat16).eval()
+    B, searching = case["slots"], case["case"] == "search"
+    V = model.config.vocab_size
+    if searching:
+        shape = (case["passages"], case["dimension"])
+        index_NE = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+        passage_NP = torch.randint(0, V, (len(index_NE), case["observation"] // 3), device="cuda")
+    new = case["new"]
+    options = {"do_sample": True, "top_k": 0, "pad_token_id": 0}
+
+    @torch.no_grad()
+    def step() -> None:
+        for _ in range(0, case["episodes"], B):
+            ids_BL = torch.randint(0, V, (B, case["prompt"]), device="cuda")
+            for _ in range(case["turns"] + 1 if searching else 1):
+                ids_BL = model.generate(ids_BL, min_new_tokens=new, max_new_tokens=new, **options)
+                if searching:
+                    query_BE = torch.randn(B, case["dimension"], device="cuda").bfloat16()
+                    found_BR = (query_BE @ index_NE.T).topk(3).indices
+                    ids_BL = torch.cat([ids_BL, passage_NP[found_BR].flatten(1)], 1)
+        torch.cuda.synchronize()
+
+    timed = seconds(step, 1, warm_up=1)
+    turns = case["turns"] + 1 if searching else 1
+    written = case["episodes"] * turns * new
+    return timed | {
+        "tokens_per_s": written / timed["median_s"],
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+    }
