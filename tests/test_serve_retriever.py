@@ -131,6 +131,8 @@ def test_health_and_metrics(server):
     assert head.startswith(b"HTTP/1.1 200 OK\r\n") and head.endswith(b"\r\n\r\n")
     ask(server, queries=["a", "b"])
     ask(server, queries="a")
+    while server.connections:  # a closed one is counted until its thread has seen it
+        time.sleep(0.01)
     status, headers, text = send(server, path="/metrics", method="GET")
     assert status == 200 and headers["Content-Type"].startswith("text/plain; version=0.0.4")
     for line in (
@@ -321,6 +323,16 @@ def test_a_failing_search_is_alone(server):
                 assert [d["id"] for d in answer["result"][0]] == [f"{q}#{n}" for n in range(1 + i)]
     # Searched as one, with the largest topk, and then one by one.
     assert echo.calls[1] == (4, 4) and sorted(echo.calls[2:]) == [(1, i) for i in range(1, 5)]
+
+
+def test_requests_of_like_topk_are_searched_together():
+    """1 to 8 in one search, 9 to 16 in the next."""
+    echo = Echo()
+    batcher = Batcher(echo, wait_s=0.2)
+    futures = [batcher.submit([f"{k}"], k) for k in (1, 8, 100, 3, 9, 16, 128)]
+    assert [len(f.result(5)[0]) for f in futures] == [1, 8, 100, 3, 9, 16, 128]
+    assert sorted(echo.calls) == [(2, 16), (2, 128), (3, 8)]
+    batcher.close()
 
 
 def test_batches_are_bounded():

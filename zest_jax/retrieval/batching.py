@@ -33,9 +33,10 @@ class _Request:
 class Batcher:
     """Searches for many threads in batches, in a thread of its own.
 
-    A search waits up to `wait_s` for others to join it, or until the batch is full. A batch is
-    searched with the largest `top_k` in it, and each request gets the first of what it asked for.
-    If a batch fails its requests are searched alone, so that only the one to blame fails.
+    A search waits up to `wait_s` for others to join it, or until the batch is full. Requests of
+    about the same `top_k` are searched together with the largest among them, and each gets the
+    first of what is found; one that asks for a thousand does not make all others read as many.
+    If a search fails its requests are searched alone, so that only the one to blame fails.
     """
 
     def __init__(
@@ -104,8 +105,11 @@ class Batcher:
         while not last:
             batch, last = self._collect()
             live = [r for r in batch if r.answer.set_running_or_notify_cancel()]
-            if live:
-                self._answer(live)
+            groups: dict[int, list[_Request]] = {}
+            for request in live:
+                groups.setdefault(max(request.top_k - 1, 7).bit_length(), []).append(request)
+            for group in groups.values():
+                self._answer(group)
             with self._lock:
                 self._waiting -= sum(len(request.queries) for request in batch)
 

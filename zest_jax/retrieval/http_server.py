@@ -336,8 +336,10 @@ class _Handler(BaseHTTPRequestHandler):
         answers: Answers = []
         if queries:
             answers = self._search(queries, top_k)
-        self._send(200, write_answer(answers, scores), "application/json")
+        data = write_answer(answers, scores)
+        # Before it is sent, so that whoever has the answer finds it counted.
         self.server.metrics.search(len(queries), time.monotonic() - start)
+        self._send(200, data, "application/json")
 
     def _search(self, queries: list[str], top_k: int) -> Answers:
         try:

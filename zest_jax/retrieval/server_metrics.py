@@ -35,7 +35,7 @@ class ServerMetrics:
             self._requests[path, status] += 1
 
     def search(self, queries: int, seconds: float) -> None:
-        """A search request was answered; seconds from its last byte to its answer."""
+        """A search request was answered; seconds from its last byte until its answer is ready."""
         with self._lock:
             self._searches += 1
             self._queries += queries
