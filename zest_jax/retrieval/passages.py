@@ -481,7 +481,8 @@ def tokenise(
                 f"instead of {template!r}; name another folder."
             )
         return earlier
-    dtype = np.dtype("<u2" if len(tokenizer) <= 1 << 16 else "<u4")
+    # By the largest id, not the number of tokens: some vocabularies have gaps.
+    dtype = np.dtype("<u2" if max(tokenizer.get_vocab().values()) < 1 << 16 else "<u4")
     files = GrowingFiles(folder, ["ids.bin", "ids.end"], _NOTE, source)
     try:
         done, most = files.done or (0, 0)
