@@ -365,6 +365,176 @@ def test_other_pipelines_and_broken_files_are_refused(tmp_path):
         read_settings(old, "old")
 
 
+@pytest.mark.parametrize("name", ["e5", "qwen3_embedding"])
+def test_a_pooling_that_is_named_but_not_there_is_refused(name, tmp_path):
+    folder = copied(name, tmp_path)
+    (folder / "1_Pooling" / "config.json").unlink()
+    with pytest.raises(UserError, match="1_Pooling/config.json is not there"):
+        load_encoder(folder)
+    (folder / "1_Pooling").rmdir()
+    with pytest.raises(UserError, match="1_Pooling/config.json is not there"):
+        load_encoder(folder)
+    # Without a word about the pooling, the family has a rule.
+    for path in (folder / "modules.json", folder / "config_sentence_transformers.json"):
+        path.unlink()
+    rule = {"e5": "mean", "qwen3_embedding": "last"}
+    assert load_encoder(folder).recipe.pooling == rule[name]
+
+
+@pytest.mark.parametrize(
+    "file, content, words",
+    [
+        ("modules.json", '["Transformer"]', "has the module 'Transformer'"),
+        ("modules.json", '[{"type": 3, "path": ""}]', "has the module"),
+        ("modules.json", '[{"type": "x.Transformer", "path": 7}]', "has the module"),
+        ("modules.json", '[{"path": ""}]', "has the module"),
+        ("modules.json", "7", "modules.json is not valid JSON of the expected form"),
+        ("modules.json", "[" * 100_000, "modules.json is not valid JSON"),
+        ("config_sentence_transformers.json", '{"prompts": ["a"]}', "has prompts = "),
+        ("config_sentence_transformers.json", '{"prompts": "a"}', "has prompts = 'a'"),
+        ("config_sentence_transformers.json", '{"prompts": {"query": 3}}', "the prompt query = 3"),
+        ("config_sentence_transformers.json", '{"prompts": {"query": "\\ud800"}}', "no valid text"),
+        ("config_sentence_transformers.json", "[]", "not valid JSON of the expected form"),
+        ("sentence_bert_config.json", '{"max_seq_length": "24"}', "max_seq_length = '24'"),
+        ("sentence_bert_config.json", '{"max_seq_length": 0}', "max_seq_length = 0"),
+        ("sentence_bert_config.json", '{"max_seq_length": -1}', "max_seq_length = -1"),
+        ("sentence_bert_config.json", '{"max_seq_length": true}', "max_seq_length = True"),
+        ("sentence_bert_config.json", '{"max_seq_length": 24.5}', "max_seq_length = 24.5"),
+        ("1_Pooling/config.json", "{}", "names no pooling mode"),
+        ("1_Pooling/config.json", '{"pooling_mode_mean_tokens": false}', "names no pooling mode"),
+        ("1_Pooling/config.json", '{"pooling_mode_mean_tokens": "no"}', "neither true nor false"),
+        ("1_Pooling/config.json", '{"pooling_mode_cls_token": true}', "mean . cls"),
+        ("1_Pooling/config.json", '{"pooling_mode": 3}', "pooling by 3"),
+        ("1_Pooling/config.json", '{"pooling_mode": []}', "asks for pooling by"),
+        ("1_Pooling/config.json", '{"pooling_mode": [["mean"]]}', "asks for pooling by"),
+    ],
+)
+def test_settings_of_a_wrong_type_are_user_errors(file, content, words, tmp_path):
+    folder = copied("e5", tmp_path)
+    (folder / file).write_text(content)
+    with pytest.raises(UserError, match=words) as e:
+        read_settings(folder, "copy")
+    assert str(folder / file) in str(e.value)
+
+
+def test_null_settings_are_not_said(tmp_path):
+    folder = copied("e5", tmp_path)
+    edit(folder / "sentence_bert_config.json", max_seq_length=None)
+    edit(folder / "config_sentence_transformers.json", prompts={"query": None, "document": "d: "})
+    said = read_settings(folder, "copy")
+    assert (said.max_length, said.query_prefix, said.passage_prefix) == (None, None, "d: ")
+    edit(folder / "config_sentence_transformers.json", prompts=None)
+    assert read_settings(folder, "copy").passage_prefix is None
+
+
+@pytest.mark.parametrize("value", ["32", 0, -32, 32.0, None, True, [32]])
+@pytest.mark.parametrize("field", ["hidden_size", "num_attention_heads", "vocab_size"])
+def test_sizes_of_a_wrong_type_or_value_are_user_errors(field, value):
+    hf = json.loads((FIXTURES / "e5" / "config.json").read_text()) | {field: value}
+    with pytest.raises(UserError, match=f"config.json has {field} = "):
+        BertConfig.from_hf(hf)
+
+
+@pytest.mark.parametrize(
+    "fields, words",
+    [
+        ({"num_attention_heads": 5}, "hidden_size = 32, which is not a multiple of .* = 5"),
+        ({"layer_norm_eps": "small"}, "layer_norm_eps = 'small'"),
+        ({"layer_norm_eps": -1e-12}, "layer_norm_eps = -1e-12"),
+        ({"layer_norm_eps": float("nan")}, "layer_norm_eps = nan"),
+        ({"type_vocab_size": None}, "type_vocab_size = None"),
+        ({"max_position_embeddings": "512"}, "max_position_embeddings = '512'"),
+    ],
+)
+def test_other_fields_of_a_bert_config(fields, words):
+    hf = json.loads((FIXTURES / "e5" / "config.json").read_text())
+    with pytest.raises(UserError, match=words):
+        BertConfig.from_hf(hf | fields)
+
+
+def test_a_model_type_of_another_type_is_a_user_error(tmp_path):
+    folder = copied("e5", tmp_path)
+    edit(folder / "config.json", model_type=["bert"])
+    with pytest.raises(UserError, match="is not supported as an encoder"):
+        load_encoder(folder)
+
+
+@pytest.mark.parametrize(
+    "file, fields, words",
+    [
+        ("sentence_bert_config.json", {"max_seq_length": 2}, "at most 2 tokens, 2 of them special"),
+        ("tokenizer_config.json", {"model_max_length": "long"}, "model_max_length = 'long'"),
+        ("tokenizer_config.json", {"model_max_length": -1}, "at most -1 tokens"),
+    ],
+)
+def test_texts_have_room_beside_the_special_tokens(file, fields, words, tmp_path):
+    folder = copied("e5", tmp_path)
+    edit(folder / file, **fields)
+    with pytest.raises(UserError, match=words):
+        load_encoder(folder)
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ({"dtype": "int8"}, "dtype is one of float32, bfloat16, not 'int8'"),
+        ({"dtype": "float16"}, "dtype is one of float32, bfloat16, not 'float16'"),
+        ({"dtype": "half"}, "not 'half'"),
+        ({"dtype": None}, "not None"),
+        ({"normalize": "no"}, "normalize is True, False or None, not 'no'"),
+        ({"query_prefix": 3}, "a prefix is a text, not 3"),
+        ({"passage_prefix": "\udcff"}, "a prefix is a text, not"),
+        ({"dimension": "8"}, "dimension = '8'"),
+        ({"dimension": True}, "dimension = True"),
+        ({"pooling": ""}, "pooling is one of mean, cls, last, not ''"),
+    ],
+)
+def test_arguments_without_a_meaning_are_user_errors(arguments, words):
+    with pytest.raises(UserError, match=words):
+        load_encoder(FIXTURES / "e5", **arguments)
+
+
+@pytest.mark.parametrize(
+    "texts, words",
+    [
+        (["x", 3], "text 1 is no string but int: 3"),
+        (["x", None], "text 1 is no string but NoneType"),
+        (["x", b"y"], "text 1 is no string but bytes"),
+        ([["x", "y"]], "text 0 is no string but list"),
+        (["x", "y", "a\ud83d"], "text 2 is no valid Unicode"),
+        ("x", "not one string"),
+        (b"x", "a list of texts, not bytes"),
+        ({"x": "y"}, "a list of texts, not dict"),
+        ({"x"}, "a list of texts, not set"),
+        ((text for text in "x"), "a list of texts, not generator"),
+        (None, "a list of texts, not NoneType"),
+    ],
+)
+def test_what_is_no_text_is_not_encoded(texts, words):
+    with pytest.raises(UserError, match=words):
+        encoder("e5")[0].encode_texts(texts)
+
+
+def test_a_text_is_named_by_its_number_in_the_whole_list(monkeypatch):
+    monkeypatch.setattr("zest_jax.models.encoders._WINDOW", 1)
+    with pytest.raises(UserError, match="text 5 is no string"):
+        encoder("e5")[0].encode_texts(["x"] * 5 + [7], batch_size=2)
+    with pytest.raises(UserError, match="text 1 is no valid Unicode"):
+        encoder("e5")[0].tokenize(["x", "\udc00"], "query")
+
+
+@pytest.mark.parametrize("size", [0, -1, 1.5, "4", None, True])
+def test_a_batch_has_rows(size):
+    with pytest.raises(UserError, match="batch_size is "):
+        encoder("e5")[0].encode_texts(["x"], batch_size=size)
+
+
+def test_arrays_of_texts_and_sizes_of_numpy_are_taken():
+    got = encoder("e5")[0]
+    vectors = got.encode_texts(np.array(["x", "y"]), batch_size=np.int64(2))
+    np.testing.assert_array_equal(vectors, got.encode_texts(("x", "y"), batch_size=2))
+
+
 def test_a_folder_without_a_tokenizer_is_a_user_error(tmp_path):
     folder = copied("e5", tmp_path)
     for path in folder.glob("tokenizer*"):

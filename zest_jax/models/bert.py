@@ -99,7 +99,8 @@ class BertConfig:
           dtype: compute type.
 
         Raises:
-          UserError: a model that this network would compute otherwise, or a missing field.
+          UserError: a model that this network would compute otherwise, or a field that is missing
+            or has no possible value.
         """
         family = hf.get("model_type")
         if family != "bert":
@@ -118,22 +119,36 @@ class BertConfig:
                     f"config.json has {field} = {hf[field]!r}, which is not supported: "
                     f"only BERT models with {meaning} can be loaded"
                 )
-        try:
-            return cls(
-                vocab_size=int(hf["vocab_size"]),
-                width=int(hf["hidden_size"]),
-                layers=int(hf["num_hidden_layers"]),
-                heads=int(hf["num_attention_heads"]),
-                mlp_width=int(hf["intermediate_size"]),
-                max_length=int(hf.get("max_position_embeddings", 512)),
-                token_types=int(hf.get("type_vocab_size", 2)),
-                norm_eps=float(hf.get("layer_norm_eps", 1e-12)),
-                dtype=dtype,
-            )
-        except KeyError as e:
+        width, heads = _count(hf, "hidden_size"), _count(hf, "num_attention_heads")
+        if width % heads:
             raise UserError(
-                f"config.json has no field {e.args[0]!r}: it is not a complete BERT config"
-            ) from None
+                f"config.json has hidden_size = {width}, which is not a multiple of its "
+                f"num_attention_heads = {heads}"
+            )
+        eps = hf.get("layer_norm_eps", 1e-12)
+        if type(eps) not in (int, float) or not 0 < eps < 1:
+            raise UserError(f"config.json has layer_norm_eps = {eps!r}; it is between 0 and 1")
+        return cls(
+            vocab_size=_count(hf, "vocab_size"),
+            width=width,
+            layers=_count(hf, "num_hidden_layers"),
+            heads=heads,
+            mlp_width=_count(hf, "intermediate_size"),
+            max_length=_count(hf, "max_position_embeddings", 512),
+            token_types=_count(hf, "type_vocab_size", 2),
+            norm_eps=float(eps),
+            dtype=dtype,
+        )
+
+
+def _count(hf: Mapping[str, Any], field: str, default: int | None = None) -> int:
+    """A whole number from 1 on out of a config.json."""
+    value = hf.get(field, default)
+    if field not in hf and default is None:
+        raise UserError(f"config.json has no field {field!r}: it is not a complete BERT config")
+    if type(value) is not int or value < 1:  # bool is a kind of int
+        raise UserError(f"config.json has {field} = {value!r}; it is a whole number from 1 on")
+    return value
 
 
 def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, eps: float) -> jax.Array:

@@ -62,69 +62,126 @@ def read_settings(folder: Path, name: str) -> Settings:
       name: as the user called it (a path or an id of the Hugging Face hub).
 
     Raises:
-      UserError: a pipeline that is not a network, a pooling and a norm; or an unreadable file.
+      UserError: a pipeline that is not a network, a pooling and a norm; a pooling that is named
+        but not there; or a file that cannot be read or holds something of a wrong type.
     """
     families = [prefixes for pattern, prefixes in _FAMILIES if pattern.search(Path(name).name)]
     query, passage = families[0] if families else (None, None)
-    prompts = _json(folder / "config_sentence_transformers.json").get("prompts") or {}
+    prompts = _read_prompts(folder / "config_sentence_transformers.json")
     said = (prompts.get(key) for key in _PASSAGE_PROMPTS)
     settings = Settings(
         folder,
         query_prefix=prompts.get("query") or query,  # newer versions write "" for "not said"
         passage_prefix=next((p for p in said if p), passage),
     )
-    if not (folder / "modules.json").exists():
+    pipeline = folder / "modules.json"
+    if not pipeline.exists():
         return settings
-    modules = [
-        (str(m.get("type", "")).rsplit(".", 1)[-1], folder / str(m.get("path", "")))
-        for m in _json(folder / "modules.json", list)
-    ]
+    modules = [_read_module(pipeline, module) for module in _json(pipeline, list)]
     kinds = [kind for kind, _ in modules]
     if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
         raise UserError(
-            f"{folder / 'modules.json'} describes the pipeline {' > '.join(kinds) or 'of nothing'}"
+            f"{pipeline} describes the pipeline {' > '.join(kinds) or 'of nothing'}"
             "; only Transformer > Pooling, and Normalize after it, can be loaded"
         )
-    weights = modules[0][1]
+    weights, pooling = folder / modules[0][1], folder / modules[1][1] / "config.json"
+    if not pooling.exists():  # the library's default, the mean, is not that of this model
+        raise UserError(
+            f"{pipeline} names the pooling folder {modules[1][1]!r}, but {pooling} is not there, "
+            "so how the model makes a vector is not known; fetch the model again with its folders"
+        )
     network = _json(weights / "sentence_bert_config.json")
     if network.get("do_lower_case"):
         raise UserError(
             f"{weights / 'sentence_bert_config.json'} has do_lower_case, which is not supported; "
             "set it to false where the tokenizer makes lower case itself"
         )
+    longest = network.get("max_seq_length")
+    if longest is not None and (type(longest) is not int or longest < 1):
+        raise UserError(
+            f"{weights / 'sentence_bert_config.json'} has max_seq_length = {longest!r}; it is a "
+            "whole number of tokens from 1 on, or null"
+        )
     return dataclasses.replace(
         settings,
         weights=weights,
-        pooling=_read_pooling(modules[1][1] / "config.json"),
+        pooling=_read_pooling(pooling),
         normalize=len(modules) == 3,
-        max_length=network.get("max_seq_length"),
+        max_length=longest,
     )
+
+
+def _read_prompts(path: Path) -> dict[str, str]:
+    """The prompts by name; those that are null are left out."""
+    prompts = _json(path).get("prompts")
+    prompts = {} if prompts is None else prompts
+    if not isinstance(prompts, dict):
+        raise UserError(f"{path} has prompts = {prompts!r}; they are texts by name")
+    for name, prompt in prompts.items():
+        if prompt is not None and not is_text(prompt):
+            raise UserError(f"{path} has the prompt {name} = {prompt!r}, which is no valid text")
+    return {name: prompt for name, prompt in prompts.items() if prompt is not None}
+
+
+def _read_module(path: Path, module: Any) -> tuple[str, str]:
+    """Kind and folder of one entry of a modules.json."""
+    if isinstance(module, dict):
+        kind, folder = module.get("type"), module.get("path", "")
+        if isinstance(kind, str) and isinstance(folder, str):
+            return kind.rsplit(".", 1)[-1], folder
+    raise UserError(f"{path} has the module {module!r}; each has a text as its type and its path")
 
 
 def _read_pooling(path: Path) -> str:
     config = _json(path)
     modes = config.get("pooling_mode")
     if modes is None:  # one truth value per mode, until version 5
-        found = ((_OLD_POOLING.fullmatch(key), value) for key, value in config.items())
-        modes = [match[1] for match, value in found if match and value] or ["mean"]
-    modes = [modes] if isinstance(modes, str) else list(modes)
-    if len(modes) != 1 or modes[0] not in _POOLINGS:
+        flags = {
+            match[1]: value
+            for key, value in config.items()
+            if (match := _OLD_POOLING.fullmatch(key))
+        }
+        if any(type(value) is not bool for value in flags.values()):
+            raise UserError(f"{path} has a pooling_mode_… that is neither true nor false")
+        if any(flags.values()):
+            flags = {"mean": True} | flags  # what the library takes where it is not said
+        modes = [mode for mode, value in flags.items() if value]
+        if not modes:
+            raise UserError(
+                f"{path} names no pooling mode, so how the model makes a vector is not known; "
+                "fetch the model again"
+            )
+    modes = modes if isinstance(modes, list) else [modes]
+    if len(modes) != 1 or not isinstance(modes[0], str) or modes[0] not in _POOLINGS:
         raise UserError(
             f"{path} asks for pooling by {' + '.join(map(str, modes))}, which is not supported; "
             f"supported are {', '.join(_POOLINGS)}, one of them"
         )
-    if not config.get("include_prompt", True):
+    if config.get("include_prompt", True) is not True:
         raise UserError(f"{path} leaves prompts out of the pooling, which is not supported")
     return _POOLINGS[modes[0]]
+
+
+def is_text(value: Any) -> bool:
+    """Whether a value is a string that can be written as UTF-8 (no half of a surrogate pair)."""
+    if not isinstance(value, str):
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _json(path: Path, kind: type = dict) -> Any:
     """The file's value, an empty one where there is no such file."""
     try:
-        value = json.loads(path.read_text())
+        value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return kind()
-    except ValueError:
+    except OSError as e:
+        raise UserError(f"{path} cannot be opened ({e.strerror}); fetch the model again") from e
+    except (ValueError, RecursionError):
         value = None
     if not isinstance(value, kind):
         raise UserError(f"{path} is not valid JSON of the expected form; fetch the model again")

@@ -8,7 +8,7 @@ Shape letters: B batch, L length, D width, N texts, E embedding.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 from zest_jax.errors import UserError
 from zest_jax.models.bert import BertConfig, bind_bert, read_bert
 from zest_jax.models.config import FAMILIES, PolicyConfig
-from zest_jax.models.encoder_folders import read_settings
+from zest_jax.models.encoder_folders import is_text, read_settings
 from zest_jax.models.hf import local_folder, policy_misfits, read_config, read_policy
 from zest_jax.models.layouts import refuse
 from zest_jax.models.policy import Params, bind
@@ -30,6 +30,8 @@ from zest_jax.models.tensor_files import open_tensors
 from zest_jax.parallel.sharding import BATCH, batch_sharding
 
 POOLINGS = ("mean", "cls", "last")
+# Not float16: residual streams of decoders outgrow its range.
+DTYPES = ("float32", "bfloat16")
 Kind = Literal["query", "passage"]
 
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "vocab.json", "tokenizer.model")
@@ -57,9 +59,9 @@ class Recipe:
     def __post_init__(self):
         if self.pooling not in POOLINGS:
             raise UserError(f"pooling is one of {', '.join(POOLINGS)}, not {self.pooling!r}")
-        if not 0 <= self.dimension <= self.network.width:
+        if type(self.dimension) is not int or not 0 <= self.dimension <= self.network.width:
             raise UserError(
-                f"dimension = {self.dimension} cannot be cut out of vectors of "
+                f"dimension = {self.dimension!r} cannot be cut out of vectors of "
                 f"{self.network.width} components; choose fewer, or 0 for all"
             )
 
@@ -131,9 +133,29 @@ class Encoder:
         return _compiled(self.recipe, None)(params, ids_BL, length_B)
 
     def tokenize(self, texts: Sequence[str], kind: Kind) -> list[list[int]]:
-        """Token ids of texts with prefix and special tokens, cut to `max_length`."""
+        """Token ids of texts with prefix and special tokens, cut to `max_length`.
+
+        Raises:
+          UserError: another kind, or something that is no text.
+        """
+        return self._tokenize(texts, kind, 0)
+
+    def _tokenize(self, texts: Sequence[str], kind: Kind, first: int) -> list[list[int]]:
+        """Like `tokenize`; `first` is the number of the first text in an error."""
+        if isinstance(texts, str):
+            raise UserError("texts are encoded as a list of texts, not as one string")
         if kind not in ("query", "passage"):
             raise UserError(f"a text is encoded as 'query' or 'passage', not as {kind!r}")
+        for number, text in enumerate(texts, first):
+            if not isinstance(text, str):
+                raise UserError(
+                    f"text {number} is no string but {type(text).__name__}: {text!r:.50}"
+                )
+            if not is_text(text):
+                raise UserError(
+                    f"text {number} is no valid Unicode (it has half of a surrogate pair); decode "
+                    "its bytes with errors='replace'"
+                )
         prefix = self.query_prefix if kind == "query" else self.passage_prefix
         rows = self.tokenizer(
             [prefix + text for text in texts],
@@ -157,13 +179,22 @@ class Encoder:
           texts: the texts, without prefix.
           kind: which prefix stands before them, "query" or "passage".
           batch_size: rows of a batch; proportionally fewer of texts beyond 512 tokens.
+
+        Raises:
+          UserError: no list of valid texts, another kind, or a batch_size below 1.
         """
-        if isinstance(texts, str):
-            raise UserError("encode_texts takes a list of texts, not one string")
+        if isinstance(texts, str | bytes | Mapping) or not hasattr(texts, "__getitem__"):
+            what = "one string" if isinstance(texts, str) else type(texts).__name__
+            raise UserError(f"encode_texts takes a list of texts, not {what}")
+        if isinstance(batch_size, bool) or not isinstance(batch_size, int | np.integer):
+            raise UserError(f"batch_size is a whole number of rows, not {batch_size!r}")
+        if batch_size < 1:
+            raise UserError(f"batch_size is at least 1, not {batch_size}")
+        batch_size = int(batch_size)
         out_NE = np.empty((len(texts), self.size), np.float32)
         window = _WINDOW * batch_size
         for start in range(0, len(texts), window):
-            rows = self.tokenize(texts[start : start + window], kind)
+            rows = self._tokenize(texts[start : start + window], kind, start)
             # Longest first, so that the last batch, which may be short, is the cheapest one.
             order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))
             pending = []
@@ -245,7 +276,7 @@ def load_encoder(
       folder_or_hub_id: a local folder with config.json, safetensors and tokenizer, or an id of the
         Hugging Face hub.
       mesh: where to place the parameters; None for the default device.
-      dtype: compute type, and type of the (frozen) parameters in memory.
+      dtype: compute type, and type of the (frozen) parameters in memory: "float32" or "bfloat16".
       pooling: "mean", "cls" or "last".
       normalize: whether vectors have length 1.
       query_prefix: text before a query.
@@ -254,14 +285,21 @@ def load_encoder(
 
     Raises:
       UserError: a model that is not supported, a pipeline that we would compute otherwise, weights
-        that do not fit the config, or no tokenizer of this model.
+        that do not fit the config, no tokenizer of this model, or an argument of no possible value.
     """
+    if dtype not in DTYPES:
+        raise UserError(f"dtype is one of {', '.join(DTYPES)}, not {dtype!r}")
+    if normalize is not None and not isinstance(normalize, bool):
+        raise UserError(f"normalize is True, False or None, not {normalize!r}")
+    for prefix in (query_prefix, passage_prefix):
+        if prefix is not None and not is_text(prefix):
+            raise UserError(f"a prefix is a text, not {prefix!r}")
     folder = local_folder(folder_or_hub_id)
     said = read_settings(folder, str(folder_or_hub_id))
     network, params = _read_network(said.weights, mesh, dtype)
     recipe = Recipe(
         network,
-        pooling or said.pooling or ("mean" if isinstance(network, BertConfig) else "last"),
+        _first(pooling, said.pooling, "mean" if isinstance(network, BertConfig) else "last"),
         _first(normalize, said.normalize, True),
         dimension,
     )
@@ -272,7 +310,7 @@ def load_encoder(
         tokenizer,
         _first(query_prefix, said.query_prefix, ""),
         _first(passage_prefix, said.passage_prefix, ""),
-        min(said.max_length or network.max_length, tokenizer.model_max_length, network.max_length),
+        _longest(tokenizer, said.max_length or network.max_length, network.max_length),
         mesh,
     )
     logging.info(
@@ -289,6 +327,22 @@ def load_encoder(
     return encoder
 
 
+def _longest(tokenizer: Any, *said: int) -> int:
+    """Most tokens of a text: the least of what folder, tokenizer and network say."""
+    most, special = tokenizer.model_max_length, tokenizer.num_special_tokens_to_add()
+    if isinstance(most, bool) or not isinstance(most, int | float) or most != most // 1:
+        raise UserError(
+            f"tokenizer_config.json has model_max_length = {most!r}; it is a whole number"
+        )
+    longest = min(int(most), *said)
+    if longest <= special:
+        raise UserError(
+            f"texts of this encoder have at most {longest} tokens, {special} of them special ones, "
+            "which leaves none for the text; mend max_seq_length or model_max_length"
+        )
+    return longest
+
+
 def _first(*values: Any) -> Any:
     return next(v for v in values if v is not None)
 
@@ -298,7 +352,7 @@ def _read_network(
 ) -> tuple[BertConfig | PolicyConfig, Params]:
     """Config and parameters of the network in a folder, of whichever kind it is."""
     hf = read_config(folder)
-    family = hf.get("model_type")
+    family = str(hf.get("model_type"))
     if family == "bert":
         network = BertConfig.from_hf(hf, dtype)
         return network, read_bert(network, folder, mesh, dtype)
