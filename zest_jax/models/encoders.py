@@ -23,7 +23,13 @@ from zest_jax.errors import UserError
 from zest_jax.models.bert import BertConfig, bind_bert, read_bert
 from zest_jax.models.config import FAMILIES, PolicyConfig
 from zest_jax.models.encoder_folders import is_text, read_settings
-from zest_jax.models.hf import local_folder, policy_misfits, read_config, read_policy
+from zest_jax.models.hf import (
+    local_folder,
+    policy_misfits,
+    read_config,
+    read_policy,
+    read_tokenizer,
+)
 from zest_jax.models.layouts import refuse
 from zest_jax.models.policy import Params, bind
 from zest_jax.models.tensor_files import open_tensors
@@ -34,7 +40,6 @@ POOLINGS = ("mean", "cls", "last")
 DTYPES = ("float32", "bfloat16")
 Kind = Literal["query", "passage"]
 
-_TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "vocab.json", "tokenizer.model")
 _FULL_LENGTH = 512  # tokens up to which a batch has all its rows; longer texts come in fewer
 _WINDOW = 256  # batches whose texts are sorted by length together
 
@@ -303,7 +308,7 @@ def load_encoder(
         _first(normalize, said.normalize, True),
         dimension,
     )
-    tokenizer = _read_tokenizer(said.weights, network.vocab_size)
+    tokenizer = read_tokenizer(said.weights, network.vocab_size)
     encoder = Encoder(
         recipe,
         params,
@@ -381,26 +386,3 @@ def _read_network(
     files.pop("lm_head.weight", None)
     refuse(folder, problems + policy_misfits(decoder, files))
     return decoder, read_policy(decoder, files, mesh, dtype)
-
-
-def _read_tokenizer(folder: Path, vocab_size: int) -> Any:
-    import transformers
-
-    # Without these files the library makes up an empty tokenizer, and says nothing.
-    if not any((folder / name).exists() for name in _TOKENIZER_FILES):
-        raise UserError(
-            f"{folder} has no tokenizer ({', '.join(_TOKENIZER_FILES)}); "
-            "fetch the model again with its tokenizer files"
-        )
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    except Exception as e:  # whatever the library makes of a broken file
-        raise UserError(
-            f"the tokenizer in {folder} cannot be read ({type(e).__name__}); fetch the model again"
-        ) from e
-    if len(tokenizer) > vocab_size:
-        raise UserError(
-            f"the tokenizer in {folder} has {len(tokenizer)} tokens, but the network has "
-            f"{vocab_size}: they do not belong together"
-        )
-    return tokenizer

@@ -17,7 +17,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import transformers
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -117,6 +116,8 @@ def read_tokenizer(folder: str | Path, vocab_size: int | None = None) -> Any:
     Raises:
       UserError: there is none, it cannot be read, or it has ids that the embedding has not.
     """
+    import transformers  # slow to import, and most callers need no tokenizer
+
     folder = local_folder(folder)
     # Without these files the library makes up an empty tokenizer, and says nothing.
     if not any((folder / name).exists() for name in TOKENIZER_FILES):
