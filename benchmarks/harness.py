@@ -67,6 +67,24 @@ def run_case(module: str, case: Mapping[str, Any], timeout: float = 600) -> dict
     return {**case, "failed": (telling or lines or ["no message"])[-1][:300]}
 
 
+def run_here(case: str, ours: Callable[[dict[str, Any]], dict[str, Any]], peer: str) -> None:
+    """The other end of `run_case`: measures the case in this process and prints the JSON.
+
+    Args:
+      case: as JSON; its `engine` says whether ours or the peer is measured.
+      ours: measures ours.
+      peer: name of the function of `peer_transformers` that measures the peer.
+    """
+    fields = json.loads(case)
+    if fields["engine"] == "zest_jax":
+        result = ours(fields)
+    else:
+        from benchmarks import peer_transformers
+
+        result = getattr(peer_transformers, peer)(fields)
+    print(json.dumps(result))
+
+
 def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
     """A plain-text table; floats with three significant digits, "-" for what is not there."""
 

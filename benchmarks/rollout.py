@@ -17,7 +17,6 @@ The peer is `generate` of transformers, with a search in torch and all tokens re
 
 import dataclasses
 import functools
-import json
 import time
 from typing import Any
 
@@ -170,15 +169,7 @@ def main() -> None:
     p.add_argument("--peer", action=harness.argparse.BooleanOptionalAction, default=True)
     a = p.parse_args()
     if a.case:
-        case = json.loads(a.case)
-        if case["engine"] == "zest_jax":
-            result = ours(case)
-        else:
-            from benchmarks import peer_transformers
-
-            result = peer_transformers.rollout(case)
-        print(json.dumps(result))
-        return
+        return harness.run_here(a.case, ours, "rollout")
     names = ("prompt", "new", "turns", "observation", "passages", "dimension", "block_tokens")
     shape = {k: getattr(a, k) for k in (*names, "steps", "trace")}
     rows: list[dict[str, Any]] = []

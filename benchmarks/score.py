@@ -9,7 +9,6 @@ pass with the logits of every token, as libraries compute them.
 """
 
 import functools
-import json
 import time
 from typing import Any
 
@@ -82,15 +81,7 @@ def main() -> None:
     p.add_argument("--peer", action=harness.argparse.BooleanOptionalAction, default=True)
     a = p.parse_args()
     if a.case:
-        case = json.loads(a.case)
-        if case["engine"] == "zest_jax":
-            result = ours(case)
-        else:
-            from benchmarks import peer_transformers
-
-            result = peer_transformers.score(case)
-        print(json.dumps(result))
-        return
+        return harness.run_here(a.case, ours, "score")
     names = ("contexts", "context", "answer", "per_row", "steps", "trace")
     shape = {k: getattr(a, k) for k in names}
     engines = [("zest_jax", a.attention)]

@@ -10,7 +10,6 @@ share of the chip's measured roof.
 """
 
 import functools
-import json
 import time
 from typing import Any
 
@@ -128,15 +127,7 @@ def main() -> None:
     p.add_argument("--peer", action=harness.argparse.BooleanOptionalAction, default=True)
     a = p.parse_args()
     if a.case:
-        case = json.loads(a.case)
-        if case["engine"] == "zest_jax":
-            result = ours(case)
-        else:
-            from benchmarks import peer_transformers
-
-            result = peer_transformers.train(case)
-        print(json.dumps(result))
-        return
+        return harness.run_here(a.case, ours, "train")
     shape = {k: getattr(a, k) for k in ("rows", "length", "segments", "targets", "steps", "trace")}
     cases = []
     plain = {"engine": "zest_jax", "lora": 0, **shape}
