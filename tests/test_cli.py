@@ -180,3 +180,17 @@ def test_flags_are_answered_before_jax_is_imported(argv):
         [sys.executable, "-c", code, *argv[1:]], cwd=root, capture_output=True, text=True
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_libtpu_is_told_that_there_is_no_tpu_only_where_there_is_none(tmp_path, monkeypatch):
+    for name in ("TPU_SKIP_MDS_QUERY", "TPU_ACCELERATOR_TYPE", "TPU_WORKER_HOSTNAMES"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "accel0").touch()
+    cli._hush_libtpu(tmp_path)
+    assert "TPU_ACCELERATOR_TYPE" not in os.environ
+    (tmp_path / "accel0").unlink()
+    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "mine")
+    cli._hush_libtpu(tmp_path)
+    assert os.environ["TPU_ACCELERATOR_TYPE"] and os.environ["TPU_WORKER_HOSTNAMES"] == "mine"
+    for name in ("TPU_SKIP_MDS_QUERY", "TPU_ACCELERATOR_TYPE"):
+        os.environ.pop(name)
