@@ -94,6 +94,14 @@ def test_the_ends_of_the_unit_interval_fall_on_tokens_that_may_be_drawn():
     assert got.tolist() == [1, 3]
 
 
+def test_weights_that_are_no_numbers_give_a_token_all_the_same():
+    """The step that reads its log-probability stops the run; the sampler must not crash before."""
+    logits = jnp.full((2, 700), jnp.nan)
+    draws = Draws(jax.random.key(0), jnp.float32(1.0))
+    token, logp, _ = sample(logits, draws, jnp.zeros(2), jnp.zeros(2))
+    assert ((token >= 0) & (token < 700)).all() and jnp.isnan(logp).all()
+
+
 def test_draws_follow_the_truncated_distribution_and_say_so():
     logits = jnp.log(jnp.array([0.4, 0.3, 0.2, 0.06, 0.04]))
     n = 4000

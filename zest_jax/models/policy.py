@@ -112,12 +112,23 @@ class Block(nnx.Module):
                     setattr(self, name, param)
 
     def __call__(
-        self, x_BLD: jax.Array, rope: tuple[jax.Array, jax.Array], attend: Attend
+        self,
+        x_BLD: jax.Array,
+        rope: tuple[jax.Array, jax.Array],
+        attend: Attend,
+        at_BX: jax.Array | None = None,
     ) -> tuple[jax.Array, Any]:
         """Applies the layer; `attend` decides what the queries look at (a sequence or a cache).
 
+        Args:
+          x_BLD: the residual.
+          rope: cosines and sines of every token.
+          attend: queries, keys, values -> output, and what to keep.
+          at_BX: tokens whose new residual is wanted; None for all. The others give keys and values
+            only, and what `attend` is given is X queries beside L keys.
+
         Returns:
-          The new residual [B, L, D] (float32), and whatever `attend` keeps (a cache, or None).
+          The new residual [B, L or X, D] (float32), and whatever `attend` keeps (a cache, or None).
         """
         c = self.config
         B, L, D = x_BLD.shape
@@ -127,7 +138,7 @@ class Block(nnx.Module):
         # Plain matrix products over flat tokens: with the batch axis apart, the gradient of a
         # weight contracts over two axes, which XLA does about twice slower on a CPU.
         def project(x_BLX: jax.Array, target: str) -> jax.Array:
-            x_NX = x_BLX.reshape(B * L, -1)
+            x_NX = x_BLX.reshape(-1, x_BLX.shape[-1])
             weight = getattr(self, "{}_{}{}".format(target, *MATRICES[target]))
             y_NY = x_NX @ cast(weight).reshape(x_NX.shape[1], -1)
             if c.lora is None or target not in c.lora.targets:
@@ -138,9 +149,14 @@ class Block(nnx.Module):
             return y_NY + low_NA @ b.reshape(c.lora.rank, -1)
 
         h_BLD = rms_norm(x_BLD, self.attention_norm_D[...], c.norm_eps).astype(c.dtype)
-        q_BLHK = project(h_BLD, "q").reshape(B, L, H, K)
         k_BLJK = project(h_BLD, "k").reshape(B, L, J, K)
         v_BLJK = project(h_BLD, "v").reshape(B, L, J, K)
+        query_rope = rope
+        if at_BX is not None:
+            x_BLD, h_BLD = _rows(x_BLD, at_BX), _rows(h_BLD, at_BX)
+            query_rope = (_rows(rope[0], at_BX), _rows(rope[1], at_BX))
+            L = at_BX.shape[1]
+        q_BLHK = project(h_BLD, "q").reshape(B, L, H, K)
         if c.qkv_bias:
             q_BLHK += cast(self.q_bias_HK)
             k_BLJK += cast(self.k_bias_JK)
@@ -148,7 +164,7 @@ class Block(nnx.Module):
         if c.qk_norm:
             q_BLHK = rms_norm(q_BLHK, self.q_norm_K[...], c.norm_eps)
             k_BLJK = rms_norm(k_BLJK, self.k_norm_K[...], c.norm_eps)
-        out_BLHK, kept = attend(rotate(q_BLHK, *rope), rotate(k_BLJK, *rope), v_BLJK)
+        out_BLHK, kept = attend(rotate(q_BLHK, *query_rope), rotate(k_BLJK, *rope), v_BLJK)
         x_BLD = x_BLD + project(out_BLHK.reshape(B, L, H * K), "o").reshape(B, L, D)
         h_BLD = rms_norm(x_BLD, self.mlp_norm_D[...], c.norm_eps).astype(c.dtype)
         h_BLF = jax.nn.silu(project(h_BLD, "gate")) * project(h_BLD, "up")
@@ -197,20 +213,9 @@ class Policy(nnx.Module):
         x_BLD = self._embed(ids_BL)
         rope = self._rope(position_BL)
 
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
-            out = attention(
-                q,
-                k,
-                v,
-                query_position_BL=position_BL,
-                key_position_BM=position_BL,
-                query_segment_BL=segment_BL,
-                key_segment_BM=segment_BL,
-                backend=self.config.attention,
-                most_segments=most_segments,
-            )
-            return out, None
-
+        attend = functools.partial(
+            self._attend, position_BL, segment_BL, most_segments=most_segments
+        )
         block_def, stacked = nnx.split(self.blocks)
 
         def layer(x_BLD: jax.Array, params: Any) -> tuple[jax.Array, None]:
@@ -227,6 +232,53 @@ class Policy(nnx.Module):
             unroll=jax.default_backend() == "cpu" and self.config.layers <= _UNROLLED,
         )
         return self._final(x_BLD)
+
+    def hidden_at(
+        self,
+        ids_BL: jax.Array,
+        position_BL: jax.Array,
+        segment_BL: jax.Array,
+        at_BX: jax.Array,
+        *,
+        most_segments: int = MOST_SEGMENTS,
+    ) -> jax.Array:
+        """Hidden states [B, X, D] after the final norm at few tokens, for scoring.
+
+        `self(...)` taken at these tokens, with the last layer's queries and feed-forward computed
+        for them alone. Meant for frozen policies: the layers but the last are copied, which a
+        gradient would do too.
+
+        Args:
+          ids_BL, position_BL, segment_BL, most_segments: as in `__call__`.
+          at_BX: indices into the rows.
+        """
+        rope = self._rope(position_BL)
+        block_def, stacked = nnx.split(self.blocks)
+        first, last = (
+            jax.tree.map(lambda a, cut=cut: a[cut], stacked) for cut in (slice(-1), slice(-1, None))
+        )
+        attend = functools.partial(
+            self._attend, position_BL, segment_BL, most_segments=most_segments
+        )
+
+        def layer(x_BLD: jax.Array, params: Any) -> tuple[jax.Array, None]:
+            return keep_rows_split(nnx.merge(block_def, params)(x_BLD, rope, attend)[0]), None
+
+        def attend_at(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
+            out = attention(
+                q,
+                k,
+                v,
+                query_position_BL=_rows(position_BL, at_BX),
+                key_position_BM=position_BL,
+                query_segment_BL=_rows(segment_BL, at_BX),
+                key_segment_BM=segment_BL,
+            )
+            return out, None
+
+        x_BLD, _ = jax.lax.scan(layer, self._embed(ids_BL), first)
+        block = nnx.merge(block_def, jax.tree.map(lambda a: a[0], last))
+        return self._final(block(x_BLD, rope, attend_at, at_BX)[0])
 
     def unstack(self) -> list[Block]:
         """The layers as separate modules; call it once, outside the decoding loop."""
@@ -294,6 +346,30 @@ class Policy(nnx.Module):
         weight_DV = self.head_DV[...].astype(hidden.dtype)
         return jnp.einsum("...D,DV->...V", hidden, weight_DV, preferred_element_type=jnp.float32)
 
+    def _attend(
+        self,
+        position_BL: jax.Array,
+        segment_BL: jax.Array | None,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        *,
+        most_segments: int,
+    ) -> tuple[jax.Array, None]:
+        """Every token looks at its own sequence."""
+        out = attention(
+            q,
+            k,
+            v,
+            query_position_BL=position_BL,
+            key_position_BM=position_BL,
+            query_segment_BL=segment_BL,
+            key_segment_BM=segment_BL,
+            backend=self.config.attention,
+            most_segments=most_segments,
+        )
+        return out, None
+
     def _rope(self, position: jax.Array) -> tuple[jax.Array, jax.Array]:
         c = self.config
         return rotary(position, c.head_dim, c.rope_theta, c.rope_scaling)
@@ -316,6 +392,12 @@ def empty_cache(config: PolicyConfig, slots: int, length: int) -> Cache:
         name: [jnp.zeros(shape, config.dtype) for _ in range(config.layers)]
         for name, shape in shapes.items()
     }
+
+
+def _rows(x_BL: jax.Array, at_BX: jax.Array) -> jax.Array:
+    """x[b, at[b, x]] for arrays [B, L, ...]; B of 1 stands for any."""
+    index = at_BX.reshape(at_BX.shape + (1,) * (x_BL.ndim - 2))
+    return jnp.take_along_axis(jnp.broadcast_to(x_BL, (len(at_BX), *x_BL.shape[1:])), index, axis=1)
 
 
 def _cast(param: nnx.Param, dtype: Any) -> jax.Array:

@@ -163,10 +163,10 @@ def invert(weight_SV: jax.Array, u_S: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def _first_above(end_SX: jax.Array, weight_SX: jax.Array, target_S: jax.Array) -> jax.Array:
     """The first place of positive weight whose end exceeds the target; the last such where rounding
-    leaves none."""
+    leaves none; 0 where no weight is a number, so that whoever looks at the numbers can tell."""
     place_X = jnp.arange(end_SX.shape[1])
     there_SX = weight_SX > 0
     first_S = jnp.argmax(there_SX & (end_SX > target_S[:, None]), axis=1)
-    last_S = jnp.max(jnp.where(there_SX, place_X, -1), axis=1)
+    last_S = jnp.max(jnp.where(there_SX, place_X, 0), axis=1)
     above_S = jnp.any(there_SX & (end_SX > target_S[:, None]), axis=1)
     return jnp.where(above_S, first_S, last_S)
