@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from zest_jax import files
 from zest_jax.errors import UserError
 from zest_jax.models import load_encoder
 from zest_jax.retrieval import index_files, storage
@@ -197,7 +198,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
     path = tmp_path / "x.json"
     storage.write_json(path, {"a": 1})
     with pytest.raises(RuntimeError):
-        with storage.writing(path) as file:
+        with files.writing(path) as file:
             file.write(b"half")
             raise RuntimeError
     assert [p.name for p in tmp_path.iterdir()] == ["x.json"]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from zest_jax import files
 from zest_jax import workdir as workdir_lib
 from zest_jax.errors import UserError
 from zest_jax.workdir import Workdir
@@ -126,7 +127,7 @@ def test_paths(tmp_path):
 def test_a_failed_write_leaves_the_old_file_and_no_litter(tmp_path, monkeypatch):
     path = tmp_path / "x.json"
     workdir_lib.write_atomically(path, "old")
-    assert path.stat().st_mode & 0o777 == 0o666 & ~workdir_lib._umask()
+    assert path.stat().st_mode & 0o777 == 0o666 & ~files._umask()
 
     def full(_):
         raise OSError(errno.ENOSPC, "No space left on device")

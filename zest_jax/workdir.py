@@ -11,17 +11,16 @@ line, which reading ignores and the next append cuts off.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import json
 import os
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from zest_jax import config as config_lib
 from zest_jax.errors import UserError
+from zest_jax.files import writing
 
 SHOWN_DIFFERENCES = 5
 
@@ -177,21 +176,8 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
     A full disk leaves the old file and no litter.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    data = content.encode("utf-8") if isinstance(content, str) else content
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o666 & ~_umask())
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
-    _sync_folder(path.parent)
+    with writing(path) as file:
+        file.write(content.encode("utf-8") if isinstance(content, str) else content)
 
 
 def write_jsonl(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
@@ -269,19 +255,3 @@ def cut_torn_line(path: Path) -> None:
 
 def _stands_in(path: str, place: str) -> bool:
     return path == place or path.startswith(f"{place}.")
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
-def _sync_folder(folder: Path) -> None:
-    """Makes a rename last through a power cut; some file systems refuse, which is no error."""
-    with contextlib.suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)

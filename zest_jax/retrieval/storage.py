@@ -12,7 +12,6 @@ import fcntl
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -20,6 +19,7 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 
 from zest_jax.errors import UserError
+from zest_jax.files import writing
 
 _BLOCK = 1 << 22
 
@@ -104,29 +104,6 @@ def write_json(path: Path, value: Any) -> None:
     """Replaces a file by the JSON of `value`; see `writing`."""
     with writing(path) as file:
         file.write((json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode())
-
-
-@contextlib.contextmanager
-def writing(path: Path) -> Iterator[IO[bytes]]:
-    """A file that appears under its name only when the block has ended well.
-
-    After a kill at any moment the name stands for the old file or the new one, whole; what is left
-    over begins with a dot (`sweep` removes it).
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
-    _sync_folder(path.parent)
 
 
 def sweep(folder: Path, name: str) -> None:
@@ -244,13 +221,3 @@ def mapped(path: Path, dtype: Any) -> np.ndarray:
     if path.stat().st_size == 0:
         return np.empty(0, dtype)
     return np.memmap(path, dtype, mode="r")
-
-
-def _sync_folder(folder: Path) -> None:
-    """Makes a rename last through a power cut; some file systems refuse, which is no error."""
-    with contextlib.suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
