@@ -52,9 +52,10 @@ def ours(case: dict[str, Any]) -> dict[str, Any]:
 
     from zest_jax.models import init_params
     from zest_jax.models.backends import choose_attention
-    from zest_jax.rollout.engine import Engine, RolloutSpec
+    from zest_jax.rollout.engine import Engine
     from zest_jax.rollout.protocols import PLAIN_SEARCH
     from zest_jax.rollout.sampling import Draws
+    from zest_jax.rollout.state import RolloutSpec
     from zest_jax.rollout.stops import build_stop_table
 
     config, _ = choose_attention(POLICIES[case["policy"]])

@@ -8,8 +8,8 @@ import pytest
 import tiny
 from reference_rollout import reference_episode
 
-from zest_jax.rollout.engine import RolloutSpec
 from zest_jax.rollout.protocols import PLAIN_SEARCH
+from zest_jax.rollout.state import RolloutSpec
 from zest_jax.rollout.stops import token_bytes
 
 CORRECTING = dataclasses.replace(PLAIN_SEARCH, name="correcting", correction=" no!")

@@ -15,7 +15,7 @@ from zest_jax.memory_plan import GIB, Plan
 from zest_jax.models import PolicyConfig
 from zest_jax.models.config import LoraSpec
 from zest_jax.parallel import AXES
-from zest_jax.rollout.engine import RolloutSpec
+from zest_jax.rollout.state import RolloutSpec
 
 # V D layers H J K F; parameters: embedding 100 x 8, final norm 8, and in each of 2 layers
 # norms 8 + 8, q and o 8 x 4 x 2 each, k and v 8 x 2 x 2 each, three of 8 x 16: 592.

@@ -14,10 +14,11 @@ from zest_jax.models import PolicyConfig
 from zest_jax.retrieval import Retriever
 from zest_jax.rollout import engine as engine_lib
 from zest_jax.rollout import trajectories
-from zest_jax.rollout.engine import Engine, RolloutSpec
+from zest_jax.rollout.engine import Engine
 from zest_jax.rollout.protocols import PLAIN_SEARCH
 from zest_jax.rollout.sampler import Sampler
 from zest_jax.rollout.sampling import Draws
+from zest_jax.rollout.state import RolloutSpec
 from zest_jax.rollout.stops import build_stop_table
 from zest_jax.rollout.trajectories import Finish
 from zest_jax.tracing import TraceCounter

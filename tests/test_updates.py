@@ -23,8 +23,8 @@ from zest_jax.rewards.information_gain import (
     dr_free_reward,
     information_gain,
 )
-from zest_jax.rollout.engine import RolloutSpec
 from zest_jax.rollout.protocols import PLAIN_SEARCH
+from zest_jax.rollout.state import RolloutSpec
 from zest_jax.train import _sampled_items
 
 # One shape for (almost) all tests, since every other one is another program to compile.

@@ -21,9 +21,9 @@ from zest_jax.models.hf import load_generation, load_pretrained, read_tokenizer
 from zest_jax.models.lora import add_lora, fingerprint, join, split_lora
 from zest_jax.models.policy import Params
 from zest_jax.retrieval import Retriever
-from zest_jax.rollout.engine import RolloutSpec
 from zest_jax.rollout.protocols import PROTOCOLS, Protocol, in_chat_template
 from zest_jax.rollout.sampler import Sampler
+from zest_jax.rollout.state import RolloutSpec
 from zest_jax.tasks.atlas import Atlas, load_atlas
 from zest_jax.tasks.cloning import Mix
 from zest_jax.tracing import TraceCounter

@@ -34,7 +34,7 @@ from zest_jax.models.lora import split_lora
 from zest_jax.models.policy import Block, checkpointed
 from zest_jax.models.rope import rotary
 from zest_jax.parallel.sharding import plan_shardings
-from zest_jax.rollout.engine import RolloutSpec
+from zest_jax.rollout.state import RolloutSpec
 
 GIB = 2**30
 # What a device cannot give to arrays: the runtime's own memory and fragmentation.

@@ -17,122 +17,37 @@ own random key (folded from its number), so neither slots nor refilling change w
 
 Invariant: a writing slot's cache holds every token but its last, which the next decode step feeds.
 
-Shape letters: S slots, L episode length, V vocabulary, Q query length, R retrieved, T searches,
-C chunk, N episodes, X automaton states, A actions.
+Shape letters: S slots, L episode length, P prompt length, Q query length, R retrieved, C chunk,
+N episodes.
 """
 
 import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
-from typing import Protocol as Interface
 
 import jax
 import jax.numpy as jnp
 
 from zest_jax.models.config import PolicyConfig
-from zest_jax.models.policy import Block, Cache, Params, Policy, bind, empty_cache
+from zest_jax.models.policy import Block, Params, Policy, bind, empty_cache
 from zest_jax.rollout import stops, trajectories
-from zest_jax.rollout.protocols import ANSWER, SEARCH, Protocol
-from zest_jax.rollout.sampling import Draws, Truncation, sample
+from zest_jax.rollout.filling import fill_cache
+from zest_jax.rollout.protocols import Protocol
+from zest_jax.rollout.reading import TAG_WINDOW, Grammar, read_token
+from zest_jax.rollout.sampling import Draws, sample
+from zest_jax.rollout.state import (
+    DONE,
+    IDLE,
+    INVALID,
+    SEARCHING,
+    WRITING,
+    RolloutSpec,
+    Searcher,
+    State,
+)
 from zest_jax.rollout.stops import StopTable
-from zest_jax.rollout.trajectories import Finish, Trajectories
-
-IDLE, WRITING, SEARCHING, INVALID, DONE = range(5)
-_TAG_WINDOW = 16  # tokens looked back for the start of a closing tag (no tag has more bytes)
-
-
-class Searcher(Interface):
-    """What the compiled rollout asks of a retriever: two jittable functions of arrays."""
-
-    @property
-    def retrieved(self) -> int: ...
-
-    def search(self, query_SQ: jax.Array, length_S: jax.Array) -> tuple[jax.Array, jax.Array]: ...
-
-    def observe(self, row_SR: jax.Array) -> tuple[jax.Array, jax.Array]: ...
-
-
-@dataclasses.dataclass(frozen=True)
-class RolloutSpec:
-    """The fixed sizes of an episode; part of what is compiled.
-
-    Attributes:
-      slots: episodes under way at once, S.
-      prompt_length: longest prompt.
-      action_length: tokens one action may have.
-      observation_length: tokens one observation may have (0 for protocols without search).
-      searches: searches (or corrections) an episode may have, T; one more action may follow them.
-      query_length: tokens of a query that are embedded, Q; the first ones count.
-      wait_fraction: share of the slots that must wait before writing is interrupted for them; 1.0
-        waits until none is writing.
-      block_slots: slots whose new tokens go through the policy together, W; those with the most new
-        tokens first, so that a pass over few or short ones is short.
-      block_tokens: tokens of a slot that go through it at a time.
-      truncation: which tokens may be drawn.
-    """
-
-    slots: int
-    prompt_length: int
-    action_length: int
-    observation_length: int = 0
-    searches: int = 0
-    query_length: int = 16
-    wait_fraction: float = 1.0
-    block_slots: int = 32
-    block_tokens: int = 32
-    truncation: Truncation = Truncation()
-
-    @property
-    def length(self) -> int:
-        """Longest possible episode, L."""
-        turns = self.searches
-        return (
-            self.prompt_length + (turns + 1) * self.action_length + turns * self.observation_length
-        )
-
-    @property
-    def chunk(self) -> int:
-        """Tokens one extend pass may write, C: a prompt, or an action's last token and what
-        follows."""
-        longest = max(self.prompt_length, self.observation_length + 1)
-        return -(-longest // self.block_tokens) * self.block_tokens
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class State:
-    """Everything a rollout carries from step to step.
-
-    Attributes:
-      cache: keys and values per layer, for L + C tokens of every slot.
-      rows: the episodes under way, one a slot (`Trajectories` with S rows).
-      episode_S: number of each slot's episode; N for a slot that has none.
-      phase_S: IDLE, WRITING, SEARCHING, INVALID or DONE.
-      automaton_S: state of the stop automaton.
-      opened_SA: token at which the content of the first tag of each kind began in this action, or
-        -1.
-      written_S: tokens of the action under way.
-      turn_S: turn of the action under way.
-      next_episode: first prompt of the queue that no slot has taken.
-      count: prompts in the queue.
-      out: finished episodes.
-      steps: decode steps so far, and slots that were writing in them: their ratio is the
-        utilisation.
-    """
-
-    cache: Cache
-    rows: Trajectories
-    episode_S: jax.Array
-    phase_S: jax.Array
-    automaton_S: jax.Array
-    opened_SA: jax.Array
-    written_S: jax.Array
-    turn_S: jax.Array
-    next_episode: jax.Array
-    count: jax.Array
-    out: Trajectories
-    steps: jax.Array
+from zest_jax.rollout.trajectories import Trajectories
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,10 +70,10 @@ class Engine:
 
     def __post_init__(self):
         longest = max(map(len, self.protocol.closing))
-        if longest > _TAG_WINDOW:
+        if longest > TAG_WINDOW:
             raise ValueError(
                 f"a closing tag of protocol {self.protocol.name} has {longest} bytes, more than "
-                f"the {_TAG_WINDOW} tokens that are looked back for its start"
+                f"the {TAG_WINDOW} tokens that are looked back for its start"
             )
         if len(self.correction_ids) > self.spec.observation_length:
             raise ValueError(
@@ -333,72 +248,8 @@ class Engine:
             written_S=state.written_S + writing_S,
             steps=state.steps + jnp.stack([jnp.int32(1), jnp.sum(writing_S, dtype=jnp.int32)]),
         )
-        return self._read_token(table, state, token_S, writing_S)
-
-    def _read_token(
-        self, table: StopTable, state: State, token_S: jax.Array, writing_S: jax.Array
-    ) -> State:
-        """What the token just written does: opens a tag, completes an action, or nothing."""
-        rows, q_S = state.rows, state.automaton_S
-        length_S, kinds_A = rows.length_N, jnp.arange(1, len(self.protocol.actions) + 1)
-        opened_S, closed_S = table.opened_XV[q_S, token_S], table.closed_XV[q_S, token_S]
-
-        # The content begins in this token if bytes follow the tag in it, else with the next.
-        begin_S = length_S - (table.open_tail_XV[q_S, token_S] > 0)
-        first_SA = (opened_S[:, None] == kinds_A) & (state.opened_SA < 0) & writing_S[:, None]
-        opened_SA = jnp.where(first_SA, begin_S[:, None], state.opened_SA)
-
-        # The content ends before the tokens that lie wholly within the closing tag and what
-        # follows.
-        back_SW = length_S[:, None] - 1 - jnp.arange(_TAG_WINDOW)
-        window_SW = jnp.take_along_axis(rows.ids_NL, jnp.maximum(back_SW, 0), axis=1)
-        covered_SW = jnp.cumsum(table.bytes_V[window_SW], axis=1)
-        span_S = table.close_span_XV[q_S, token_S]
-        end_S = length_S - jnp.sum(covered_SW <= span_S[:, None], axis=1)
-
-        begin_S = jnp.take_along_axis(opened_SA, jnp.maximum(closed_S - 1, 0)[:, None], axis=1)[
-            :, 0
-        ]
-        complete_S = writing_S & (closed_S != stops.NONE) & (begin_S >= 0)
-        ended_S = (
-            (closed_S != stops.NONE)
-            | jnp.isin(token_S, jnp.array(self.eos_ids, jnp.int32))
-            | (state.written_S >= self.spec.action_length)
-        )
-        is_search_S = complete_S & (closed_S == self.protocol.kind(SEARCH))
-        is_answer_S = complete_S & (closed_S == self.protocol.kind(ANSWER))
-        may_search_S = state.turn_S < self.spec.searches
-        search_S = is_search_S & may_search_S
-        none_S = writing_S & ended_S & ~complete_S
-        corrected_S = none_S & may_search_S & bool(self.correction_ids)
-
-        finish_S = jnp.select(
-            [is_answer_S, is_search_S & ~may_search_S, none_S & ~corrected_S],
-            [Finish.ANSWERED, Finish.OUT_OF_TURNS, Finish.INVALID],
-            Finish.UNFINISHED,
-        )
-        phase_S = jnp.select(
-            [search_S, corrected_S, finish_S != Finish.UNFINISHED],
-            [SEARCHING, INVALID, DONE],
-            state.phase_S,
-        )
-        span_S2 = jnp.stack([begin_S, jnp.maximum(end_S, begin_S)], axis=1)
-        slot_S = jnp.arange(self.spec.slots)
-        at_S = jnp.where(search_S, rows.searches_N, rows.queries_NT2.shape[1])
-        rows = dataclasses.replace(
-            rows,
-            queries_NT2=rows.queries_NT2.at[slot_S, at_S].set(span_S2, mode="drop"),
-            searches_N=rows.searches_N + search_S,
-            answer_N2=jnp.where(is_answer_S[:, None], span_S2, rows.answer_N2),
-            finish_N=jnp.where(writing_S, finish_S, rows.finish_N),
-        )
-        return dataclasses.replace(
-            state,
-            rows=rows,
-            phase_S=phase_S,
-            automaton_S=jnp.where(writing_S, table.next_XV[q_S, token_S], q_S).astype(jnp.int32),
-            opened_SA=opened_SA,
-        )
+        grammar = Grammar(self.protocol, self.eos_ids, self.correction_ids)
+        return read_token(grammar, self.spec, table, state, token_S, writing_S)
 
     def extend(
         self,
@@ -479,7 +330,7 @@ class Engine:
         chunk_SC = jnp.take_along_axis(rows.ids_NL, chunk_SC, axis=1)
         resumed_S = taken_S | searching_S | invalid_S
         fill_S = jnp.where(resumed_S, rows.length_N - start_S, 0)
-        cache = self._fill(policy, layers, state.cache, chunk_SC, start_S, fill_S)
+        cache = fill_cache(self.spec, policy, layers, state.cache, chunk_SC, start_S, fill_S)
         return dataclasses.replace(
             state,
             cache=cache,
@@ -495,41 +346,6 @@ class Engine:
             ),
             out=out,
         )
-
-    def _fill(
-        self,
-        policy: Policy,
-        layers: list[Block],
-        cache: Cache,
-        chunk_SC: jax.Array,
-        start_S: jax.Array,
-        fill_S: jax.Array,
-    ) -> Cache:
-        """Runs fill_S tokens of each slot's chunk through the policy, block by block.
-
-        Slots are taken in order of how many tokens they bring, and blocks without any are left out,
-        so that the cost follows the new tokens and not the number of slots.
-        """
-        S, N = self.spec.slots, self.spec.block_tokens
-        W = self.spec.block_slots if S % self.spec.block_slots == 0 else S
-        order_S = jnp.argsort(-fill_S, stable=True)
-
-        def block(i: jax.Array, cache: Cache) -> Cache:
-            slot_W = jax.lax.dynamic_slice(order_S, (i * W,), (W,))
-            ids_WC, start_W = chunk_SC[slot_W], start_S[slot_W]
-
-            def part(j: jax.Array, rows: Cache) -> Cache:
-                ids_WN = jax.lax.dynamic_slice(ids_WC, (0, j * N), (W, N))
-                return policy.extend(layers, rows, ids_WN, start_W + j * N)[1]
-
-            parts = -(-jnp.max(fill_S[slot_W]) // N)
-            rows = jax.tree.map(lambda x: x[slot_W], cache)
-            rows = jax.lax.fori_loop(0, parts, part, rows)
-            return jax.tree.map(
-                lambda x, row: x.at[slot_W].set(row, unique_indices=True), cache, rows
-            )
-
-        return jax.lax.fori_loop(0, -(-jnp.sum(fill_S > 0) // W), block, cache)
 
 
 def _hand_in(state: State) -> Trajectories:

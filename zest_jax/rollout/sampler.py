@@ -12,9 +12,10 @@ import numpy as np
 from zest_jax.errors import UserError
 from zest_jax.models import PolicyConfig
 from zest_jax.models.policy import Params
-from zest_jax.rollout.engine import Engine, RolloutSpec, Searcher
+from zest_jax.rollout.engine import Engine
 from zest_jax.rollout.protocols import Protocol
 from zest_jax.rollout.sampling import Draws
+from zest_jax.rollout.state import RolloutSpec, Searcher
 from zest_jax.rollout.trajectories import Finish, Trajectories
 from zest_jax.text import last_tag
 from zest_jax.tracing import TraceCounter

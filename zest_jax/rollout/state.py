@@ -1,0 +1,109 @@
+"""The sizes of an episode, and everything that a rollout carries from step to step.
+
+Shape letters: S slots, L episode length, Q query length, R retrieved, T searches, C chunk,
+N episodes, A actions.
+"""
+
+import dataclasses
+from typing import Protocol as Interface
+
+import jax
+
+from zest_jax.models.policy import Cache
+from zest_jax.rollout.sampling import Truncation
+from zest_jax.rollout.trajectories import Trajectories
+
+IDLE, WRITING, SEARCHING, INVALID, DONE = range(5)
+
+
+class Searcher(Interface):
+    """What the compiled rollout asks of a retriever: two jittable functions of arrays."""
+
+    @property
+    def retrieved(self) -> int: ...
+
+    def search(self, query_SQ: jax.Array, length_S: jax.Array) -> tuple[jax.Array, jax.Array]: ...
+
+    def observe(self, row_SR: jax.Array) -> tuple[jax.Array, jax.Array]: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutSpec:
+    """The fixed sizes of an episode; part of what is compiled.
+
+    Attributes:
+      slots: episodes under way at once, S.
+      prompt_length: longest prompt.
+      action_length: tokens one action may have.
+      observation_length: tokens one observation may have (0 for protocols without search).
+      searches: searches (or corrections) an episode may have, T; one more action may follow them.
+      query_length: tokens of a query that are embedded, Q; the first ones count.
+      wait_fraction: share of the slots that must wait before writing is interrupted for them; 1.0
+        waits until none is writing.
+      block_slots: slots whose new tokens go through the policy together, W; those with the most new
+        tokens first, so that a pass over few or short ones is short.
+      block_tokens: tokens of a slot that go through it at a time.
+      truncation: which tokens may be drawn.
+    """
+
+    slots: int
+    prompt_length: int
+    action_length: int
+    observation_length: int = 0
+    searches: int = 0
+    query_length: int = 16
+    wait_fraction: float = 1.0
+    block_slots: int = 32
+    block_tokens: int = 32
+    truncation: Truncation = Truncation()
+
+    @property
+    def length(self) -> int:
+        """Longest possible episode, L."""
+        turns = self.searches
+        return (
+            self.prompt_length + (turns + 1) * self.action_length + turns * self.observation_length
+        )
+
+    @property
+    def chunk(self) -> int:
+        """Tokens one extend pass may write, C: a prompt, or an action's last token and what
+        follows."""
+        longest = max(self.prompt_length, self.observation_length + 1)
+        return -(-longest // self.block_tokens) * self.block_tokens
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class State:
+    """Everything a rollout carries from step to step.
+
+    Attributes:
+      cache: keys and values per layer, for L + C tokens of every slot.
+      rows: the episodes under way, one a slot (`Trajectories` with S rows).
+      episode_S: number of each slot's episode; N for a slot that has none.
+      phase_S: IDLE, WRITING, SEARCHING, INVALID or DONE.
+      automaton_S: state of the stop automaton.
+      opened_SA: token at which the content of the first tag of each kind began in this action, or
+        -1.
+      written_S: tokens of the action under way.
+      turn_S: turn of the action under way.
+      next_episode: first prompt of the queue that no slot has taken.
+      count: prompts in the queue.
+      out: finished episodes.
+      steps: decode steps so far, and slots that were writing in them: their ratio is the
+        utilisation.
+    """
+
+    cache: Cache
+    rows: Trajectories
+    episode_S: jax.Array
+    phase_S: jax.Array
+    automaton_S: jax.Array
+    opened_SA: jax.Array
+    written_S: jax.Array
+    turn_S: jax.Array
+    next_episode: jax.Array
+    count: jax.Array
+    out: Trajectories
+    steps: jax.Array
