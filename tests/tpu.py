@@ -117,7 +117,7 @@ def compile_attention(chip: str) -> dict:
         )
         with jax.set_mesh(mesh):
             lowered = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2))).lower(q, k, v, segment)
-        results[f"{L}x{H}x{J}x{K}"] = _report(lowered)
+        results[f"{L}x{H}x{J}x{K}"] = report(lowered)
     return results
 
 
@@ -166,7 +166,7 @@ def compile_step(chip: str, model: str, remat: str, tensor: int) -> dict:
         lowered = step.lower(config, spec, state, batch, advantage)
     weights = sum(x.size for x in jax.tree.leaves(state.params))
     about = {"remat": remat, "mesh": dict(mesh.shape), "weights": weights}
-    return about | _report(lowered)
+    return about | report(lowered)
 
 
 def _mesh(chip: str, tensor: int):
@@ -186,7 +186,7 @@ def _assigned() -> int | None:
     return int(total[1]) if total else None
 
 
-def _report(lowered) -> dict:
+def report(lowered) -> dict:
     """Compiles; bytes are those of one device."""
     start = time.perf_counter()
     compiled = lowered.compile()
@@ -227,17 +227,23 @@ def _collectives(text: str) -> list[str]:
     return sorted(found)
 
 
-def main(arguments: list[str]) -> None:
-    """See the head of the file."""
+def prepare(full_effort: bool = False) -> None:
+    """Sets up the compiler; before JAX is imported."""
     os.environ.update(SETTINGS)
-    if "--full-effort" in arguments:
-        arguments.remove("--full-effort")
-    else:
+    if not full_effort:
         os.environ["JAX_OPTIMIZATION_LEVEL"] = "O1"  # a third of the time
     dump = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, dump, ignore_errors=True)
     os.environ["ZEST_TPU_DUMP"] = dump
     os.environ["XLA_FLAGS"] = f"--xla_dump_to={dump} --xla_dump_hlo_as_text"
+
+
+def main(arguments: list[str]) -> None:
+    """See the head of the file."""
+    full = "--full-effort" in arguments
+    if full:
+        arguments.remove("--full-effort")
+    prepare(full)
     for name in list(STEPS) if arguments == ["all"] else arguments:
         head, tail = name.split("/")
         if head == "attention":

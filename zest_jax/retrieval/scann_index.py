@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zest_jax.errors import UserError
-from zest_jax.retrieval.exact import exact_search
+from zest_jax.retrieval.exact import ExactIndex
 from zest_jax.retrieval.interface import Found
 
 _SETTINGS = "zest_scann.json"
@@ -111,10 +111,6 @@ class ScannSettings:
             )
         if self.soar_lambda is not None and not self.num_leaves:
             raise UserError("soar_lambda needs a tree; set num_leaves, or leave it out.")
-
-
-# Both kinds of searcher are trees of arrays, so that they can be arguments of a compiled step:
-# a large array that a step closes over would be copied into its program.
 
 
 @functools.partial(
@@ -230,64 +226,6 @@ class ScannIndex:
         except BaseException:
             shutil.rmtree(work, ignore_errors=True)
             raise
-
-
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["index_NE"], meta_fields=[])
-@dataclasses.dataclass(frozen=True, eq=False)
-class ExactIndex:
-    """Exact search on the device behind the interface of `ScannIndex`.
-
-    Attributes:
-      index_NE: the vectors.
-    """
-
-    index_NE: jax.Array
-
-    @property
-    def size(self) -> int:
-        """Vectors, N."""
-        return self.index_NE.shape[0]
-
-    @property
-    def dimension(self) -> int:
-        """Components, E."""
-        return self.index_NE.shape[1]
-
-    def search(self, query_BE: np.ndarray, top_k: int) -> Found:
-        """See `ScannIndex.search`; compiled for powers of two of queries and of results."""
-        query_BE = np.asarray(query_BE, np.float32)
-        B = len(query_BE)
-        if not B:
-            return Found.nothing(0, top_k)
-        padded = np.zeros((1 << (B - 1).bit_length(), query_BE.shape[1]), np.float32)
-        padded[:B] = query_BE
-        row_Bk, score_Bk = _exact(self, padded, 1 << (top_k - 1).bit_length())
-        return Found(np.asarray(row_Bk)[:B, :top_k], np.asarray(score_Bk)[:B, :top_k])
-
-    def search_in_jit(self, query_BE: jax.Array, top_k: int) -> tuple[jax.Array, jax.Array]:
-        """See `ScannIndex.search_in_jit`."""
-        if query_BE.ndim != 2 or query_BE.shape[1] != self.dimension:
-            raise UserError(
-                f"queries have shape {query_BE.shape}, the index has vectors of {self.dimension} "
-                "components; use the encoder that the index was built with."
-            )
-        query_BE = jax.lax.stop_gradient(query_BE)
-        good_B = jnp.isfinite(query_BE).all(axis=1, keepdims=True)
-        row_Bk, score_Bk = exact_search(
-            self.index_NE, jnp.where(good_B, query_BE, 0), min(top_k, self.size)
-        )
-        row_Bk = jnp.where(good_B, row_Bk, -1)
-        score_Bk = jnp.where(good_B, score_Bk, -jnp.inf)
-        more = ((0, 0), (0, top_k - row_Bk.shape[1]))
-        return (
-            jnp.pad(row_Bk, more, constant_values=-1),
-            jnp.pad(score_Bk, more, constant_values=-jnp.inf),
-        )
-
-
-@functools.partial(jax.jit, static_argnames="top_k")
-def _exact(index: ExactIndex, query_BE: jax.Array, top_k: int) -> tuple[jax.Array, jax.Array]:
-    return index.search_in_jit(query_BE, top_k)
 
 
 def build(vector_NE: np.ndarray, settings: ScannSettings | None = None) -> ScannIndex | ExactIndex:
