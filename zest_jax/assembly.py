@@ -21,7 +21,7 @@ from zest_jax.models.hf import load_generation, load_pretrained, read_tokenizer
 from zest_jax.models.lora import add_lora, fingerprint, join, split_lora
 from zest_jax.models.policy import Params
 from zest_jax.retrieval import Retriever
-from zest_jax.rollout.protocols import PROTOCOLS, Protocol, in_chat_template
+from zest_jax.rollout.protocols import Protocol, find, in_chat_template
 from zest_jax.rollout.sampler import Sampler
 from zest_jax.rollout.state import RolloutSpec
 from zest_jax.tasks.atlas import Atlas, load_atlas
@@ -204,9 +204,7 @@ def protocol(name: str) -> Protocol:
     Raises:
       UserError: there is none; tells which there are.
     """
-    if name not in PROTOCOLS:
-        raise UserError(f"there is no protocol {name!r}; there are {', '.join(PROTOCOLS)}.")
-    return PROTOCOLS[name]
+    return find(name)
 
 
 def lora_spec(config: Any) -> LoraSpec | None:

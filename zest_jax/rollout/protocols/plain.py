@@ -1,0 +1,23 @@
+"""The shortest protocols, for a small policy that was warm-started on them.
+
+Names stand after a space everywhere, so that a byte-level tokenizer writes them with the same ids.
+The shipped policy was trained on these very texts.
+"""
+
+from zest_jax.rollout.protocols.protocol import ANSWER, SEARCH, Protocol
+
+# Search-R1's episode without the instructions.
+PLAIN_SEARCH = Protocol(
+    name="plain_search",
+    prompt="Q: {question}\n",
+    actions=(("search", SEARCH), ("answer", ANSWER)),
+)
+
+# A proposer that is given its evidence writes one reply: <think>, <question>, <answer>.
+PLAIN_PROPOSER = Protocol(
+    name="plain_proposer",
+    prompt="Write a question.\nChain: {chain}\n{passages}",
+    actions=(("answer", ANSWER),),
+)
+
+PROTOCOLS = (PLAIN_SEARCH, PLAIN_PROPOSER)
