@@ -24,7 +24,7 @@ from zest_jax.models import (
     load_pretrained,
     save_pretrained,
 )
-from zest_jax.models.policy import empty_cache
+from zest_jax.models.cache import empty_cache
 from zest_jax.models.tensor_files import open_tensors
 
 FIXTURES = Path(__file__).parent / "fixtures" / "hf"

@@ -22,9 +22,9 @@ from zest_jax.learning.advantages import HRPO
 from zest_jax.learning.packing import Item, PackSpec, pack
 from zest_jax.learning.updates import ProposalBatch, UpdateSpec
 from zest_jax.models import bind, load_pretrained, save_pretrained
+from zest_jax.models.cache import empty_cache
 from zest_jax.models.config import MATRICES, LoraSpec
 from zest_jax.models.lora import add_lora, fingerprint, join, merge_lora, split_lora
-from zest_jax.models.policy import empty_cache
 from zest_jax.parallel.sharding import RULES
 
 VOCAB, LENGTH = 40, 16

@@ -70,7 +70,7 @@ PROGRAM = """
     from zest_jax.errors import UserError
     from zest_jax.models import PolicyConfig, bind, init_params, load_pretrained, param_shapes
     from zest_jax.models import save_pretrained
-    from zest_jax.models.policy import empty_cache
+    from zest_jax.models.cache import empty_cache
     from zest_jax.parallel import batch_sharding, make_mesh, param_shardings, shard_batch
     from zest_jax.parallel import shard_params
 

@@ -7,6 +7,7 @@ Shape letters: B batch, L length, H query heads, J key/value heads, K head size.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from absl import logging
 
 from zest_jax.errors import UserError
 from zest_jax.models.attention import BACKENDS, attention
+from zest_jax.models.cache import cached_attention, empty_cache
 from zest_jax.models.config import PolicyConfig
 
 # Relative error (norm of the difference over norm) that bfloat16 inputs explain: rounding the
@@ -57,9 +59,24 @@ def choose_attention(config: PolicyConfig, wanted: str = "auto") -> tuple[Policy
             reason = f"it agrees with xla on {platform}"
     else:
         reason = "as asked"
-    message = f"attention: {kernel} ({reason})"
+    decoding, why = _choose_decoding(config, kernel, platform)
+    message = f"attention: {kernel} ({reason}); over the cache: {decoding} ({why})"
     logging.info("%s", message)
-    return dataclasses.replace(config, attention=kernel), message
+    return dataclasses.replace(config, attention=kernel, decoding=decoding), message
+
+
+def _choose_decoding(config: PolicyConfig, attention: str, platform: str) -> tuple[str, str]:
+    """What reads the cache beside that back end for whole sequences, and why."""
+    if attention != "cudnn":
+        return "xla", f"no kernel goes with {attention}"
+    try:
+        error = worst_difference_cached(config)
+    except Exception as e:  # of many types, as above
+        first = (str(e).strip() or repr(e)).splitlines()[0]
+        return "xla", f"pallas was passed over: {type(e).__name__}: {first[:200]}"
+    if not error < TOLERANCE:
+        return "xla", f"pallas was passed over: it differs from xla by {error:.3g} (relative)"
+    return "pallas", f"it agrees with xla on {platform}"
 
 
 def self_test(config: PolicyConfig, backend: str) -> str:
@@ -108,6 +125,33 @@ def worst_difference(config: PolicyConfig, backend: str) -> float:
             if not np.isfinite(difference):
                 return float("nan")
     return float(worst)
+
+
+def worst_difference_cached(config: PolicyConfig) -> float:
+    """Largest relative difference of the kernels that read a cache from float32 XLA; NaN if any is.
+
+    A chunk first, then steps of one token, by slots of all lengths.
+    """
+    rng = np.random.default_rng(0)
+    S, C, H, J, K = 4, 32, config.heads, config.kv_heads, config.head_dim
+    steps = [
+        (C, [0, 1, 63, 200]),
+        (1, [32, 33, 95, 232]),
+        (1, [33, 34, 96, 233]),
+    ]
+    arrays = [[rng.normal(size=(S, c, n, K)) for n in (H, J, J)] for c, _ in steps]
+    outputs: list[list[np.ndarray]] = []
+    for decoding, dtype in (("pallas", config.dtype), ("xla", "float32")):
+        one = dataclasses.replace(config, decoding=decoding, dtype=dtype, layers=1)
+        attend = jax.jit(functools.partial(cached_attention, one))
+        cache = empty_cache(one, S, 256)
+        layer = (cache["keys"][0], cache["values"][0])
+        outputs.append([])
+        for (_, starts), qkv in zip(steps, arrays, strict=True):
+            out, layer = attend(*(jnp.asarray(x, dtype) for x in qkv), layer, jnp.asarray(starts))
+            outputs[-1].append(np.asarray(out, np.float64))
+    pairs = zip(*outputs, strict=True)
+    return float(np.max([np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in pairs]))
 
 
 def _numbered(sizes: tuple[int, ...], length: int) -> list[int]:

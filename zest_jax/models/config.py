@@ -117,6 +117,7 @@ class PolicyConfig:
         model: `lora.merge_lora` makes them one with the matrices.
       attention: back end of attention over whole sequences, see `attention.BACKENDS`. Like `dtype`
         it says how to compute, not what; `backends.choose_attention` picks one for the machine.
+      decoding: what reads the cache, see `cache.DECODING`; chosen together with `attention`.
     """
 
     vocab_size: int
@@ -136,6 +137,7 @@ class PolicyConfig:
     rope_scaling: RopeScaling | None = None
     lora: LoraSpec | None = None
     attention: str = "xla"
+    decoding: str = "xla"
 
     def __post_init__(self):
         if self.heads % self.kv_heads:

@@ -12,7 +12,7 @@ faster (docs/performance.md). What the matrix products take is rounded by the no
 Parameters live in a plain nested dict of float32 arrays (what is checkpointed, sharded by name and
 updated); `bind` puts such a dict back into the NNX module, inside or outside of jit.
 
-Shape letters: B batch, L length, M cache length, D width, H query heads, J key/value heads, K head
+Shape letters: B batch, L length, D width, H query heads, J key/value heads, K head
 size, F feed-forward width, V vocabulary, S slots, C chunk, A rank of an adapter, N flat tokens,
 X and Y what a matrix contracts and makes.
 """
@@ -24,10 +24,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from zest_jax.models.attention import MOST_SEGMENTS, attention
 from zest_jax.models.attention_splash import RESIDUAL_NAME
+from zest_jax.models.cache import Cache, Layer, cached_attention
 from zest_jax.models.config import MATRICES, PolicyConfig
 from zest_jax.models.rope import rotary, rotate
 from zest_jax.parallel.sharding import keep_rows_split
@@ -36,6 +38,8 @@ Params = dict[str, Any]
 # A layer's keys and values in, attention's output and whatever the caller wants to keep out.
 Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
 
+# Matrices of the same input, and the name of the one that `unstack` makes of them.
+_JOINED = {("q", "k", "v"): "qkv_DX", ("gate", "up"): "gate_up_DX"}
 _UNROLLED = 8  # layers up to which a CPU trains without a loop over them
 
 
@@ -139,7 +143,7 @@ class Block(nnx.Module):
         # weight contracts over two axes, which XLA does about twice slower on a CPU.
         def project(x_BLX: jax.Array, target: str) -> jax.Array:
             x_NX = x_BLX.reshape(-1, x_BLX.shape[-1])
-            weight = getattr(self, "{}_{}{}".format(target, *MATRICES[target]))
+            weight = getattr(self, _matrix(target))
             y_NY = x_NX @ cast(weight).reshape(x_NX.shape[1], -1)
             if c.lora is None or target not in c.lora.targets:
                 return y_NY
@@ -148,15 +152,26 @@ class Block(nnx.Module):
             low_NA = c.lora.scale * (x_NX @ a.reshape(x_NX.shape[1], -1))
             return y_NY + low_NA @ b.reshape(c.lora.rank, -1)
 
+        def project_all(x_BLX: jax.Array, targets: tuple[str, ...]) -> list[jax.Array]:
+            weight = getattr(self, _JOINED[targets], None)
+            if weight is None:
+                return [project(x_BLX, target) for target in targets]
+            ends = [int(np.prod(getattr(self, name).shape[1:])) for name in map(_matrix, targets)]
+            y_NY = x_BLX.reshape(-1, x_BLX.shape[-1]) @ cast(weight)
+            return jnp.split(y_NY, np.cumsum(ends[:-1]), axis=1)
+
         h_BLD = rms_norm(x_BLD, self.attention_norm_D[...], c.norm_eps).astype(c.dtype)
-        k_BLJK = project(h_BLD, "k").reshape(B, L, J, K)
-        v_BLJK = project(h_BLD, "v").reshape(B, L, J, K)
         query_rope = rope
-        if at_BX is not None:
+        if at_BX is None:
+            q_NY, k_NY, v_NY = project_all(h_BLD, ("q", "k", "v"))
+        else:
+            k_NY, v_NY = project(h_BLD, "k"), project(h_BLD, "v")
             x_BLD, h_BLD = _rows(x_BLD, at_BX), _rows(h_BLD, at_BX)
             query_rope = (_rows(rope[0], at_BX), _rows(rope[1], at_BX))
-            L = at_BX.shape[1]
-        q_BLHK = project(h_BLD, "q").reshape(B, L, H, K)
+            q_NY = project(h_BLD, "q")
+        k_BLJK, v_BLJK = k_NY.reshape(B, L, J, K), v_NY.reshape(B, L, J, K)
+        L = x_BLD.shape[1]
+        q_BLHK = q_NY.reshape(B, L, H, K)
         if c.qkv_bias:
             q_BLHK += cast(self.q_bias_HK)
             k_BLJK += cast(self.k_bias_JK)
@@ -167,7 +182,8 @@ class Block(nnx.Module):
         out_BLHK, kept = attend(rotate(q_BLHK, *query_rope), rotate(k_BLJK, *rope), v_BLJK)
         x_BLD = x_BLD + project(out_BLHK.reshape(B, L, H * K), "o").reshape(B, L, D)
         h_BLD = rms_norm(x_BLD, self.mlp_norm_D[...], c.norm_eps).astype(c.dtype)
-        h_BLF = jax.nn.silu(project(h_BLD, "gate")) * project(h_BLD, "up")
+        gate_NF, up_NF = project_all(h_BLD, ("gate", "up"))
+        h_BLF = jax.nn.silu(gate_NF) * up_NF
         return x_BLD + project(h_BLF.reshape(B, L, -1), "down").reshape(B, L, D), kept
 
 
@@ -281,16 +297,27 @@ class Policy(nnx.Module):
         return self._final(block(x_BLD, rope, attend_at, at_BX)[0])
 
     def unstack(self) -> list[Block]:
-        """The layers as separate modules; call it once, outside the decoding loop."""
+        """The layers as separate modules; call it once, outside the decoding loop.
+
+        Where the cache is read by a kernel, on one device, matrices of the same input are joined to
+        one: a product of few rows is as long as its weights take to be read, and each launch costs.
+        """
         block_def, stacked = nnx.split(self.blocks)
-        return [
+        blocks = [
             nnx.merge(block_def, jax.tree.map(lambda a, i=i: a[i], stacked))
             for i in range(self.config.layers)
         ]
+        if self.config.decoding == "pallas" and self.config.lora is None:
+            for block in blocks:
+                for targets, name in _JOINED.items():
+                    parts = [getattr(block, _matrix(target))[...] for target in targets]
+                    flat = [part.reshape(len(part), -1).astype(self.config.dtype) for part in parts]
+                    setattr(block, name, nnx.Param(jnp.concatenate(flat, axis=1)))
+        return blocks
 
     def extend(
-        self, layers: list[Block], cache: "Cache", ids_SC: jax.Array, start_S: jax.Array
-    ) -> tuple[jax.Array, "Cache"]:
+        self, layers: list[Block], cache: Cache, ids_SC: jax.Array, start_S: jax.Array
+    ) -> tuple[jax.Array, Cache]:
         """Runs a chunk of tokens after what the cache holds; C = 1 is a decoding step.
 
         Slot s's tokens take the cache slots start_S[s] .. start_S[s] + C - 1. Tokens past a slot's
@@ -298,42 +325,24 @@ class Policy(nnx.Module):
 
         Args:
           layers: what `unstack` gave.
-          cache: keys [S, J, K, M] and values [S, J, M, K], each a list over layers (so that both
-            products run along rows); M must be at least max(start_S) + C, which is the caller's
-            to guarantee (a write past the end would be shifted, not refused).
+          cache: from `empty_cache`; its length must be at least max(start_S) + C, which is the
+            caller's to guarantee (a write past the end would be shifted, not refused).
           ids_SC: token ids of the chunk.
           start_S: tokens of each slot already in the cache.
 
         Returns:
           Hidden states [S, C, D] after the final norm, and the cache with the chunk written.
         """
-        S, C = ids_SC.shape
-        M = cache["keys"][0].shape[3]
-        position_SC = start_S[:, None] + jnp.arange(C)
-        slot_SM = jnp.broadcast_to(jnp.arange(M), (S, M))
+        position_SC = start_S[:, None] + jnp.arange(ids_SC.shape[1])
         rope = self._rope(position_SC)
         x_SCD = self._embed(ids_SC)
         new: Cache = {"keys": [], "values": []}
-        for layer, keys_SJKM, values_SJMK in zip(
-            layers, cache["keys"], cache["values"], strict=True
-        ):
-
-            def attend(q, k, v, keys_SJKM=keys_SJKM, values_SJMK=values_SJMK):
-                keys_SJKM = _write_keys(keys_SJKM, k, start_S)
-                values_SJMK = _write_values(values_SJMK, v, start_S)
-                out = attention(
-                    q,
-                    keys_SJKM.transpose(0, 3, 1, 2),
-                    values_SJMK.transpose(0, 2, 1, 3),
-                    query_position_BL=position_SC,
-                    key_position_BM=slot_SM,
-                )
-                return out, (keys_SJKM, values_SJMK)
-
-            x_SCD, (keys_SJKM, values_SJMK) = layer(x_SCD, rope, attend)
+        for block, keys, values in zip(layers, cache["keys"], cache["values"], strict=True):
+            attend = functools.partial(self._attend_cache, (keys, values), start_S)
+            x_SCD, kept = block(x_SCD, rope, attend)
             x_SCD = keep_rows_split(x_SCD)
-            new["keys"].append(keys_SJKM)
-            new["values"].append(values_SJMK)
+            new["keys"].append(kept[0])
+            new["values"].append(kept[1])
         return self._final(x_SCD), new
 
     def logits(self, hidden: jax.Array) -> jax.Array:
@@ -370,6 +379,12 @@ class Policy(nnx.Module):
         )
         return out, None
 
+    def _attend_cache(
+        self, layer: Layer, start_S: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array
+    ) -> tuple[jax.Array, Layer]:
+        """Every token is written down and looks at what its slot holds."""
+        return cached_attention(self.config, q, k, v, layer, start_S)
+
     def _rope(self, position: jax.Array) -> tuple[jax.Array, jax.Array]:
         c = self.config
         return rotary(position, c.head_dim, c.rope_theta, c.rope_scaling)
@@ -381,17 +396,9 @@ class Policy(nnx.Module):
         return rms_norm(x, self.final_norm_D[...], self.config.norm_eps).astype(self.config.dtype)
 
 
-Cache = dict[str, list[jax.Array]]
-
-
-def empty_cache(config: PolicyConfig, slots: int, length: int) -> Cache:
-    """A zero cache for `slots` sequences of at most `length` tokens."""
-    S, J, M, K = slots, config.kv_heads, length, config.head_dim
-    shapes = {"keys": (S, J, K, M), "values": (S, J, M, K)}
-    return {
-        name: [jnp.zeros(shape, config.dtype) for _ in range(config.layers)]
-        for name, shape in shapes.items()
-    }
+def _matrix(target: str) -> str:
+    """Name of the parameter: "q" is q_DHK."""
+    return "{}_{}{}".format(target, *MATRICES[target])
 
 
 def _rows(x_BL: jax.Array, at_BX: jax.Array) -> jax.Array:
@@ -402,19 +409,6 @@ def _rows(x_BL: jax.Array, at_BX: jax.Array) -> jax.Array:
 
 def _cast(param: nnx.Param, dtype: Any) -> jax.Array:
     return param[...].astype(dtype)
-
-
-def _write_keys(cache_SJKM: jax.Array, chunk_SCJK: jax.Array, start_S: jax.Array) -> jax.Array:
-    """Writes each slot's chunk at its own start."""
-    # Slice by slice, not by indices into a flat cache: slots and heads may lie on several devices.
-    update = jax.vmap(lambda row, chunk, at: jax.lax.dynamic_update_slice(row, chunk, (0, 0, at)))
-    return update(cache_SJKM, chunk_SCJK.transpose(0, 2, 3, 1), start_S)
-
-
-def _write_values(cache_SJMK: jax.Array, chunk_SCJK: jax.Array, start_S: jax.Array) -> jax.Array:
-    """Writes each slot's chunk at its own start."""
-    update = jax.vmap(lambda row, chunk, at: jax.lax.dynamic_update_slice(row, chunk, (0, at, 0)))
-    return update(cache_SJMK, chunk_SCJK.transpose(0, 2, 1, 3), start_S)
 
 
 @functools.cache

@@ -29,8 +29,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from zest_jax.models.cache import empty_cache
 from zest_jax.models.config import PolicyConfig
-from zest_jax.models.policy import Block, Params, Policy, bind, empty_cache
+from zest_jax.models.policy import Block, Params, Policy, bind
 from zest_jax.rollout import stops, trajectories
 from zest_jax.rollout.filling import fill_cache
 from zest_jax.rollout.protocols import Protocol

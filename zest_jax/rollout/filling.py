@@ -6,7 +6,8 @@ Shape letters: S slots, C chunk, W slots of a block, N tokens of a block.
 import jax
 import jax.numpy as jnp
 
-from zest_jax.models.policy import Block, Cache, Policy
+from zest_jax.models.cache import Cache
+from zest_jax.models.policy import Block, Policy
 from zest_jax.rollout.state import RolloutSpec
 
 

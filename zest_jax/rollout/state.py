@@ -9,7 +9,7 @@ from typing import Protocol as Interface
 
 import jax
 
-from zest_jax.models.policy import Cache
+from zest_jax.models.cache import Cache
 from zest_jax.rollout.sampling import Truncation
 from zest_jax.rollout.trajectories import Trajectories
 
