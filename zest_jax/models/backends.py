@@ -16,8 +16,10 @@ from absl import logging
 
 from zest_jax.errors import UserError
 from zest_jax.models.attention import BACKENDS, attention
-from zest_jax.models.cache import cached_attention, empty_cache
+from zest_jax.models.attention_cache import HeadRule, decode_attention
+from zest_jax.models.cache import Layer, cached_attention, empty_cache
 from zest_jax.models.config import PolicyConfig
+from zest_jax.models.rope import rotary, rotate
 
 # Relative error (norm of the difference over norm) that bfloat16 inputs explain: rounding the
 # scores' operands gives 0.002 to 0.006, a wrong mask or a lost segment at least 0.1.
@@ -134,24 +136,43 @@ def worst_difference_cached(config: PolicyConfig) -> float:
     """
     rng = np.random.default_rng(0)
     S, C, H, J, K = 4, 32, config.heads, config.kv_heads, config.head_dim
-    steps = [
-        (C, [0, 1, 63, 200]),
-        (1, [32, 33, 95, 232]),
-        (1, [33, 34, 96, 233]),
-    ]
+    steps = [(C, [0, 1, 63, 200]), (1, [32, 33, 95, 232]), (1, [33, 34, 96, 233])]
     arrays = [[rng.normal(size=(S, c, n, K)) for n in (H, J, J)] for c, _ in steps]
     outputs: list[list[np.ndarray]] = []
     for decoding, dtype in (("pallas", config.dtype), ("xla", "float32")):
         one = dataclasses.replace(config, decoding=decoding, dtype=dtype, layers=1)
-        attend = jax.jit(functools.partial(cached_attention, one))
+        attend = jax.jit(functools.partial(_attend_cached, one))
         cache = empty_cache(one, S, 256)
         layer = (cache["keys"][0], cache["values"][0])
         outputs.append([])
         for (_, starts), qkv in zip(steps, arrays, strict=True):
             out, layer = attend(*(jnp.asarray(x, dtype) for x in qkv), layer, jnp.asarray(starts))
-            outputs[-1].append(np.asarray(out, np.float64))
+            outputs[-1].append(np.asarray(out, np.float64).reshape(S, -1))
     pairs = zip(*outputs, strict=True)
     return float(np.max([np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in pairs]))
+
+
+def _attend_cached(
+    config: PolicyConfig,
+    q_SCHK: jax.Array,
+    k_SCJK: jax.Array,
+    v_SCJK: jax.Array,
+    layer: Layer,
+    start_S: jax.Array,
+) -> tuple[jax.Array, Layer]:
+    """Rotates, writes and attends, by the function that decoding of one or more tokens calls."""
+    S, C, H, K = q_SCHK.shape
+    rope = rotary(start_S[:, None] + jnp.arange(C), K, config.rope_theta, config.rope_scaling)
+    if config.decoding == "pallas" and C == 1:
+        product_SX = jnp.concatenate([x.reshape(S, -1) for x in (q_SCHK, k_SCJK, v_SCJK)], axis=1)
+        flat = (rope[0].reshape(S, -1), rope[1].reshape(S, -1))
+        interpret = jax.default_backend() == "cpu"
+        out, keys, values = decode_attention(
+            product_SX, HeadRule(H), flat, *layer, start_S, interpret=interpret
+        )
+        return out, (keys, values)
+    q_SCHK, k_SCJK = rotate(q_SCHK, *rope), rotate(k_SCJK, *rope)
+    return cached_attention(config, q_SCHK, k_SCJK, v_SCJK, layer, start_S)
 
 
 def _numbered(sizes: tuple[int, ...], length: int) -> list[int]:

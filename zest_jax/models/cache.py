@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from zest_jax.models.attention import xla_attention
-from zest_jax.models.attention_cache import BLOCK, chunk_attention, decode_attention
+from zest_jax.models.attention_cache import BLOCK, chunk_attention
 from zest_jax.models.config import PolicyConfig
 
 Cache = dict[str, list[jax.Array]]
@@ -78,16 +78,6 @@ def cached_attention(
     S, C = query_SCHK.shape[:2]
     if config.decoding == "pallas":
         interpret = jax.default_backend() == "cpu"
-        if C == 1:
-            out_SHK, keys_SJMK, values_SJMK = decode_attention(
-                query_SCHK[:, 0],
-                key_SCJK[:, 0],
-                value_SCJK[:, 0],
-                *layer,
-                start_S,
-                interpret=interpret,
-            )
-            return out_SHK[:, None], (keys_SJMK, values_SJMK)
         keys_SJMK, values_SJMK = (
             _write_rows(old, new, start_S)
             for old, new in zip(layer, (key_SCJK, value_SCJK), strict=True)

@@ -17,6 +17,7 @@ size, F feed-forward width, V vocabulary, S slots, C chunk, A rank of an adapter
 X and Y what a matrix contracts and makes.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -28,6 +29,7 @@ import numpy as np
 from flax import nnx
 
 from zest_jax.models.attention import MOST_SEGMENTS, attention
+from zest_jax.models.attention_cache import HeadRule, decode_attention
 from zest_jax.models.attention_splash import RESIDUAL_NAME
 from zest_jax.models.cache import Cache, Layer, cached_attention
 from zest_jax.models.config import MATRICES, PolicyConfig
@@ -137,54 +139,93 @@ class Block(nnx.Module):
         c = self.config
         B, L, D = x_BLD.shape
         H, J, K = c.heads, c.kv_heads, c.head_dim
-        cast = functools.partial(_cast, dtype=c.dtype)
-
-        # Plain matrix products over flat tokens: with the batch axis apart, the gradient of a
-        # weight contracts over two axes, which XLA does about twice slower on a CPU.
-        def project(x_BLX: jax.Array, target: str) -> jax.Array:
-            x_NX = x_BLX.reshape(-1, x_BLX.shape[-1])
-            weight = getattr(self, _matrix(target))
-            y_NY = x_NX @ cast(weight).reshape(x_NX.shape[1], -1)
-            if c.lora is None or target not in c.lora.targets:
-                return y_NY
-            # Never as one matrix W + A B: its gradient would be as large as that of W.
-            a, b = (cast(getattr(self, name)) for name in c.lora.names(target))
-            low_NA = c.lora.scale * (x_NX @ a.reshape(x_NX.shape[1], -1))
-            return y_NY + low_NA @ b.reshape(c.lora.rank, -1)
-
-        def project_all(x_BLX: jax.Array, targets: tuple[str, ...]) -> list[jax.Array]:
-            weight = getattr(self, _JOINED[targets], None)
-            if weight is None:
-                return [project(x_BLX, target) for target in targets]
-            ends = [int(np.prod(getattr(self, name).shape[1:])) for name in map(_matrix, targets)]
-            y_NY = x_BLX.reshape(-1, x_BLX.shape[-1]) @ cast(weight)
-            return jnp.split(y_NY, np.cumsum(ends[:-1]), axis=1)
-
-        h_BLD = rms_norm(x_BLD, self.attention_norm_D[...], c.norm_eps).astype(c.dtype)
+        h_BLD = self._norm(x_BLD, self.attention_norm_D)
         query_rope = rope
         if at_BX is None:
-            q_NY, k_NY, v_NY = project_all(h_BLD, ("q", "k", "v"))
+            q_NY, k_NY, v_NY = self._project_all(h_BLD, ("q", "k", "v"))
         else:
-            k_NY, v_NY = project(h_BLD, "k"), project(h_BLD, "v")
+            k_NY, v_NY = self._project(h_BLD, "k"), self._project(h_BLD, "v")
             x_BLD, h_BLD = _rows(x_BLD, at_BX), _rows(h_BLD, at_BX)
             query_rope = (_rows(rope[0], at_BX), _rows(rope[1], at_BX))
-            q_NY = project(h_BLD, "q")
+            q_NY = self._project(h_BLD, "q")
         k_BLJK, v_BLJK = k_NY.reshape(B, L, J, K), v_NY.reshape(B, L, J, K)
         L = x_BLD.shape[1]
         q_BLHK = q_NY.reshape(B, L, H, K)
         if c.qkv_bias:
-            q_BLHK += cast(self.q_bias_HK)
-            k_BLJK += cast(self.k_bias_JK)
-            v_BLJK += cast(self.v_bias_JK)
+            q_BLHK += self._cast(self.q_bias_HK)
+            k_BLJK += self._cast(self.k_bias_JK)
+            v_BLJK += self._cast(self.v_bias_JK)
         if c.qk_norm:
             q_BLHK = rms_norm(q_BLHK, self.q_norm_K[...], c.norm_eps)
             k_BLJK = rms_norm(k_BLJK, self.k_norm_K[...], c.norm_eps)
         out_BLHK, kept = attend(rotate(q_BLHK, *query_rope), rotate(k_BLJK, *rope), v_BLJK)
-        x_BLD = x_BLD + project(out_BLHK.reshape(B, L, H * K), "o").reshape(B, L, D)
-        h_BLD = rms_norm(x_BLD, self.mlp_norm_D[...], c.norm_eps).astype(c.dtype)
-        gate_NF, up_NF = project_all(h_BLD, ("gate", "up"))
-        h_BLF = jax.nn.silu(gate_NF) * up_NF
-        return x_BLD + project(h_BLF.reshape(B, L, -1), "down").reshape(B, L, D), kept
+        return self._finish(x_BLD, out_BLHK.reshape(B, L, H * K)), kept
+
+    def decode(
+        self, x_SD: jax.Array, rope: tuple[jax.Array, jax.Array], layer: Layer, start_S: jax.Array
+    ) -> tuple[jax.Array, Layer]:
+        """The same for one token a slot, with the kernel that reads and writes the cache.
+
+        Args:
+          x_SD: the residual.
+          rope: cosines and sines [S, K / 2].
+          layer: this layer's cache.
+          start_S: tokens of each slot in it.
+
+        Returns:
+          The new residual (float32), and the cache with the tokens written.
+        """
+        c = self.config
+        h_SD = self._norm(x_SD, self.attention_norm_D)
+        product_SX = jnp.concatenate(self._project_all(h_SD, ("q", "k", "v")), axis=1)
+        rule = HeadRule(c.heads, norm_eps=c.norm_eps)
+        if c.qkv_bias:
+            biases = (self.q_bias_HK, self.k_bias_JK, self.v_bias_JK)
+            flat_X = jnp.concatenate([bias[...].reshape(-1) for bias in biases])
+            rule = dataclasses.replace(rule, bias_X=flat_X)
+        if c.qk_norm:
+            norms_2K = jnp.stack([self.q_norm_K[...], self.k_norm_K[...]])
+            rule = dataclasses.replace(rule, norms_2K=norms_2K)
+        out_SX, keys, values = decode_attention(
+            product_SX, rule, rope, *layer, start_S, interpret=jax.default_backend() == "cpu"
+        )
+        return self._finish(x_SD, out_SX), (keys, values)
+
+    def _finish(self, x: jax.Array, out: jax.Array) -> jax.Array:
+        """The residual [..., D] after attention's output [..., H K] and the feed-forward."""
+        x = x + self._project(out, "o").reshape(x.shape)
+        h = self._norm(x, self.mlp_norm_D)
+        gate_NF, up_NF = self._project_all(h, ("gate", "up"))
+        return x + self._project(jax.nn.silu(gate_NF) * up_NF, "down").reshape(x.shape)
+
+    def _norm(self, x: jax.Array, scale: nnx.Param) -> jax.Array:
+        return rms_norm(x, scale[...], self.config.norm_eps).astype(self.config.dtype)
+
+    def _cast(self, param: nnx.Param) -> jax.Array:
+        return param[...].astype(self.config.dtype)
+
+    # Plain matrix products over flat tokens: with the batch axis apart, the gradient of a weight
+    # contracts over two axes, which XLA does about twice slower on a CPU.
+    def _project(self, x: jax.Array, target: str) -> jax.Array:
+        """Products [N, Y] of flat tokens with the matrix of that name."""
+        c = self.config
+        x_NX = x.reshape(-1, x.shape[-1])
+        y_NY = x_NX @ self._cast(getattr(self, _matrix(target))).reshape(x_NX.shape[1], -1)
+        if c.lora is None or target not in c.lora.targets:
+            return y_NY
+        # Never as one matrix W + A B: its gradient would be as large as that of W.
+        a, b = (self._cast(getattr(self, name)) for name in c.lora.names(target))
+        low_NA = c.lora.scale * (x_NX @ a.reshape(x_NX.shape[1], -1))
+        return y_NY + low_NA @ b.reshape(c.lora.rank, -1)
+
+    def _project_all(self, x: jax.Array, targets: tuple[str, ...]) -> list[jax.Array]:
+        """`_project` for several matrices of one input, joined where `unstack` did so."""
+        weight = getattr(self, _JOINED[targets], None)
+        if weight is None:
+            return [self._project(x, target) for target in targets]
+        ends = [math.prod(getattr(self, name).shape[1:]) for name in map(_matrix, targets)]
+        y_NY = x.reshape(-1, x.shape[-1]) @ self._cast(weight)
+        return jnp.split(y_NY, np.cumsum(ends[:-1]), axis=1)
 
 
 class Policy(nnx.Module):
@@ -336,6 +377,8 @@ class Policy(nnx.Module):
         position_SC = start_S[:, None] + jnp.arange(ids_SC.shape[1])
         rope = self._rope(position_SC)
         x_SCD = self._embed(ids_SC)
+        if self.config.decoding == "pallas" and ids_SC.shape[1] == 1:
+            return self._decode(layers, cache, x_SCD[:, 0], rope, start_S)
         new: Cache = {"keys": [], "values": []}
         for block, keys, values in zip(layers, cache["keys"], cache["values"], strict=True):
             attend = functools.partial(self._attend_cache, (keys, values), start_S)
@@ -344,6 +387,23 @@ class Policy(nnx.Module):
             new["keys"].append(kept[0])
             new["values"].append(kept[1])
         return self._final(x_SCD), new
+
+    def _decode(
+        self,
+        layers: list[Block],
+        cache: Cache,
+        x_SD: jax.Array,
+        rope: tuple[jax.Array, jax.Array],
+        start_S: jax.Array,
+    ) -> tuple[jax.Array, Cache]:
+        half = self.config.head_dim // 2
+        flat = (rope[0].reshape(-1, half), rope[1].reshape(-1, half))
+        new: Cache = {"keys": [], "values": []}
+        for block, keys, values in zip(layers, cache["keys"], cache["values"], strict=True):
+            x_SD, kept = block.decode(x_SD, flat, (keys, values), start_S)
+            new["keys"].append(kept[0])
+            new["values"].append(kept[1])
+        return self._final(x_SD)[:, None], new
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Float32 logits [..., V] of hidden states [..., D], to be called at few positions."""
@@ -405,10 +465,6 @@ def _rows(x_BL: jax.Array, at_BX: jax.Array) -> jax.Array:
     """x[b, at[b, x]] for arrays [B, L, ...]; B of 1 stands for any."""
     index = at_BX.reshape(at_BX.shape + (1,) * (x_BL.ndim - 2))
     return jnp.take_along_axis(jnp.broadcast_to(x_BL, (len(at_BX), *x_BL.shape[1:])), index, axis=1)
-
-
-def _cast(param: nnx.Param, dtype: Any) -> jax.Array:
-    return param[...].astype(dtype)
 
 
 @functools.cache
