@@ -133,20 +133,16 @@ def _retriever(vocab_size: int, case: dict[str, Any]) -> Any:
 
     from zest_jax.retrieval import Retriever
     from zest_jax.retrieval.encoders import BagEncoder
-    from zest_jax.retrieval.store import PassageStore
+    from zest_jax.retrieval.layout import Frame
+    from zest_jax.retrieval.store import FramePieces, PassageStore
 
     N, E, C = case["passages"], case["dimension"], case["observation"]
     shown = 3
     table_VE = jax.random.normal(jax.random.key(1), (vocab_size, E // 2), jnp.float32)
     index_NE = jax.jit(lambda key: jax.random.normal(key, (N, E), jnp.bfloat16))(jax.random.key(2))
     ids_NP = jax.random.randint(jax.random.key(3), (N, C // shown), 0, vocab_size)
-    store = PassageStore(
-        ids_NP=ids_NP,
-        length_N=jnp.full(N, C // shown, jnp.int32),
-        frame_UW=jnp.zeros((shown + 1, 1), jnp.int32),
-        frame_length_U=jnp.zeros(shown + 1, jnp.int32),
-        size=C,
-    )
+    frame = FramePieces.build(Frame([[]], [[]] * shown, [], []))
+    store = PassageStore(ids_NP, jnp.full(N, C // shown, jnp.int32), frame, size=C)
     return Retriever(BagEncoder(table_VE), index_NE, store, shown)
 
 

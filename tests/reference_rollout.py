@@ -71,7 +71,8 @@ def reference_episode(
         elif engine.correction_ids and turn < spec.searches:
             more = list(engine.correction_ids)
         else:
-            return ids, mask, logps, 2, searches, queries
+            finish = 2 if close else 5 if token in engine.eos_ids else 4
+            return ids, mask, logps, finish, searches, queries
         turn += 1
         ids += more
         mask += [False] * len(more)

@@ -40,13 +40,13 @@ def test_the_compiled_rollout_writes_the_same_ids_as_a_python_loop(world, protoc
     as_bytes = token_bytes(tokenizer)
 
     def retrieve(query):
-        padded = np.zeros((1, spec.query_length), np.int32)
-        padded[0, : len(query)] = query
-        rows, _ = retriever.search(padded, np.array([len(query)]))
+        padded = np.zeros((1, 1, spec.query_length), np.int32)
+        padded[0, 0, : len(query)] = query
+        rows, _ = retriever.search(padded, np.array([[len(query)]]))
         heads, tail = "<information>", "</information>"
         shown = heads + "".join(
             protocol.passage.format(title=world[3][r], text=world[4][r])
-            for r in np.asarray(rows)[0]
+            for r in np.asarray(rows)[0, 0]
         )
         return tokenizer(shown + tail, add_special_tokens=False)["input_ids"]
 
@@ -71,7 +71,7 @@ def test_the_compiled_rollout_writes_the_same_ids_as_a_python_loop(world, protoc
         assert got.finish_N[n] == finish
         assert got.searches_N[n] == searches
         for t, query in enumerate(queries):
-            begin, end = got.queries_NT2[n, t]
+            begin, end = got.queries_NTU2[n, t, 0]
             assert got.ids_NL[n, begin:end].tolist() == query
         finishes.append(finish)
     assert len(set(finishes)) > 1, "the draws should cover several ends"

@@ -18,6 +18,7 @@ from zest_jax.errors import UserError
 from zest_jax.retrieval import passages as module
 from zest_jax.retrieval.corpora import open_corpus
 from zest_jax.retrieval.interface import Passage
+from zest_jax.retrieval.layout import Frame
 from zest_jax.retrieval.passages import (
     PassageTexts,
     TokenisedPassages,
@@ -277,17 +278,17 @@ def test_stores_show_what_the_lists_would(tmp_path, tokenizers):
     """On the device, on the host and from Python lists: the same observations."""
     qwen = tokenizers[0]
     tokens = tokenise(store_passages(PASSAGES, tmp_path / "p"), qwen, tmp_path / "t")
-    heads, tail = [[7, 8, 9], [5]], [3, 2]
-    lists = PassageStore.build([tokens[i].tolist() for i in range(4)], heads, tail, 60)
-    rows = np.array([[0, 1], [3, 3], [2, 0]], np.int32)
+    frame = Frame(starts=[[7, 8, 9]], heads=[[], [5]], ending=[3, 2], closing=[])
+    lists = PassageStore.build([tokens[i].tolist() for i in range(4)], frame, 60)
+    rows = np.array([[[0, 1]], [[3, -1]], [[2, 0]]], np.int32)
     want = lists.observe(rows)
     for kind in (PassageStore, HostPassageStore):
-        store = kind.from_tokens(tokens, heads, tail, 60)
+        store = kind.from_tokens(tokens, frame, 60)
         got = jax.jit(lambda store, rows: store.observe(rows))(store, rows)
         for a, b in zip(got, want, strict=True):
             np.testing.assert_array_equal(a, b, strict=True)
         with pytest.raises(UserError, match="raise observation_length"):
-            kind.from_tokens(tokens, heads, tail, 20)
+            kind.from_tokens(tokens, frame, 20)
     first, second = tokens[0].tolist(), tokens[1].tolist()
-    flat = [*heads[0], *first[:27], *heads[1], *second[:27], *tail]
+    flat = [7, 8, 9, *first[:27], 5, *second[:27], 3, 2]
     assert want[0][0].tolist() == flat + [0] * (60 - len(flat))

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from zest_jax.errors import UserError
 from zest_jax.retrieval import BagEncoder, PassageStore, Retriever, exact_search, splice
 from zest_jax.retrieval.encoders import pad_ragged
-from zest_jax.retrieval.store import frame_texts
-from zest_jax.rollout.protocols import PLAIN_SEARCH, SEARCH_R1
+from zest_jax.retrieval.layout import Frame, Layout
+from zest_jax.rollout.protocols import PLAIN_SEARCH, PROTOCOLS, SEARCH, SEARCH_R1
 from zest_jax.tasks.atlas import load_atlas
 
 # ------------------------------------------------------------------------------- exact search
@@ -114,16 +114,16 @@ def test_names_find_their_own_passages_in_the_shipped_world():
         words,
         [p.title for p in atlas.passages],
         [p.text for p in atlas.passages],
-        observation=PLAIN_SEARCH.observation,
-        passage=PLAIN_SEARCH.passage,
+        layout=PLAIN_SEARCH.layout,
         retrieved=3,
         observation_length=200,
     )
     asked = words([f" {p.title}" for p in atlas.passages], add_special_tokens=False)["input_ids"]
-    rows, scores = jax.jit(retriever.search)(*pad_ragged(asked))
-    assert rows.shape == scores.shape == (len(atlas.passages), 3)
-    assert np.mean(np.asarray(rows)[:, 0] == np.arange(len(rows))) >= 0.98
-    assert (np.diff(np.asarray(scores), axis=1) <= 0).all()
+    ids, length = pad_ragged(asked)
+    rows, scores = jax.jit(retriever.search)(ids[:, None], length[:, None])
+    assert rows.shape == scores.shape == (len(atlas.passages), 1, 3)
+    assert np.mean(np.asarray(rows)[:, 0, 0] == np.arange(len(rows))) >= 0.98
+    assert (np.diff(np.asarray(scores), axis=2) <= 0).all()
 
 
 # ------------------------------------------------------------------------------- observations
@@ -157,35 +157,57 @@ def test_splice_is_concatenation(pieces, size):
 
 def test_passages_are_cut_so_that_their_frame_fits():
     passages = [[1, 2, 3], [4], list(range(20, 40))]
-    store = PassageStore.build(passages, heads=[[10, 11], [12]], tail=[13], size=20)
+    frame = Frame(starts=[[10]], heads=[[11], [12]], ending=[13], closing=[])
+    store = PassageStore.build(passages, frame, size=20)
     # 20 tokens less 3 before passages and 1 after leave 8 to each of two.
     assert store.length_N.tolist() == [3, 1, 8]
     assert store.ids_NP[2].tolist() == list(range(20, 28))
-    got, lengths = store.observe(jnp.array([[1, 0], [2, 2]]))
+    got, lengths = store.observe(jnp.array([[[1, 0]], [[2, 2]]]))
     cut = list(range(20, 28))
     assert got[0].tolist() == [10, 11, 4, 12, 1, 2, 3, 13] + [0] * 12
     assert got[1].tolist() == [10, 11, *cut, 12, *cut, 13]
     assert lengths.tolist() == [8, 20]
     with pytest.raises(UserError, match="leaves 7 to each of 2 passages; raise observation_length"):
-        PassageStore.build(passages, heads=[[10, 11], [12]], tail=[13], size=19)
+        PassageStore.build(passages, frame, size=19)
+
+
+def test_several_queries_are_shown_one_after_another_and_the_missing_are_not():
+    frame = Frame(starts=[[10], [20]], heads=[[11], [12]], ending=[13], closing=[14])
+    store = PassageStore.build([[1, 2], [3]], frame, size=60)
+    rows = jnp.array([[[0, 1], [1, 0]], [[0, -1], [-1, -1]], [[1, 0], [1, 0]], [[-1, -1]] * 2])
+    ids, length = store.observe(rows, jnp.array([2, 2, 1, 0]))
+    first = [10, 11, 1, 2, 12, 3, 13]
+    want = [
+        [*first, 20, 11, 3, 12, 1, 2, 13, 14],
+        [10, 11, 1, 2, 13, 20, 13, 14],  # a query that found nothing is shown as such
+        [10, 11, 3, 12, 1, 2, 13, 14],
+        [10, 13, 14],
+    ]
+    assert [row[:n].tolist() for row, n in zip(ids, length, strict=True)] == want
 
 
 def test_frames_of_the_protocols():
-    assert frame_texts(PLAIN_SEARCH.observation, PLAIN_SEARCH.passage, 2) == (
-        ["<information>", ""],
-        "</information>",
-        " {title}: {text}",
+    def same(texts):
+        return texts
+
+    assert PLAIN_SEARCH.layout.frame(same, 1, 2) == Frame(
+        ["<information>"], ["", ""], "</information>", ""
     )
-    assert frame_texts(SEARCH_R1.observation, SEARCH_R1.passage, 3) == (
-        ["\n\n<information>Doc 1(Title: ", "Doc 2(Title: ", "Doc 3(Title: "],
+    assert SEARCH_R1.layout.frame(same, 1, 3) == Frame(
+        ["\n\n<information>"],
+        ["Doc 1(Title: ", "Doc 2(Title: ", "Doc 3(Title: "],
         "</information>\n\n",
-        "{title}) {text}\n",
+        "",
     )
+    assert PLAIN_SEARCH.layout.body == " {title}: {text}"
+    assert SEARCH_R1.layout.body == "{title}) {text}\n"
     with pytest.raises(ValueError, match="before {title}"):
-        frame_texts("{passages}", "{title} {rank}", 1)
+        Layout(passage="{title} {rank}").frame(same, 1, 1)
 
 
-@pytest.mark.parametrize("protocol", [PLAIN_SEARCH, SEARCH_R1], ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "protocol", [p for p in PROTOCOLS.values() if p.kind(SEARCH)], ids=lambda p: p.name
+)
 def test_what_the_rollout_shows_is_what_the_protocol_says(protocol):
     words = tiny.tokenizer()
     titles, texts = ["ab", "c {d}", "ef"], ["one two", "x", "the {text}"]
@@ -193,15 +215,21 @@ def test_what_the_rollout_shows_is_what_the_protocol_says(protocol):
         words,
         titles,
         texts,
-        observation=protocol.observation,
-        passage=protocol.passage,
+        layout=protocol.layout,
         retrieved=2,
-        observation_length=120,
+        observation_length=500,
+        queries=protocol.most_queries,
     )
-    ids, length = retriever.observe(jnp.array([[1, 2], [2, 0]]))
-    for row, n, pair in zip(ids, length, ((1, 2), (2, 0)), strict=True):
-        want = protocol.show([(titles[i], texts[i]) for i in pair])
-        assert words.decode(row[:n]) == want
+    U = protocol.most_queries
+    rows = np.full((2, U, 2), -1)
+    rows[:, :2] = [[[1, 2], [2, 0]][:U], [[2, -1], [-1, -1]][:U]]
+    asked = np.array([min(U, 2), 1])
+    ids, length = retriever.observe(rows, asked)
+    for row, n, found, count in zip(ids, length, rows, asked, strict=True):
+        results = [[(titles[i], texts[i]) for i in each if i >= 0] for each in found[:count]]
+        assert words.decode(row[:n]) == protocol.show_results(results)
+        if count == 1:
+            assert protocol.show_results(results) == protocol.show(results[0])
 
 
 def test_a_table_of_a_real_vocabulary_squared_is_refused():

@@ -15,12 +15,13 @@ from zest_jax.retrieval import Retriever
 from zest_jax.rollout import engine as engine_lib
 from zest_jax.rollout import trajectories
 from zest_jax.rollout.engine import Engine
+from zest_jax.rollout.observing import Observed
 from zest_jax.rollout.protocols import PLAIN_SEARCH
 from zest_jax.rollout.sampler import Sampler
 from zest_jax.rollout.sampling import Draws
 from zest_jax.rollout.state import RolloutSpec
 from zest_jax.rollout.stops import build_stop_table
-from zest_jax.rollout.trajectories import Finish
+from zest_jax.rollout.trajectories import Finish, Role
 from zest_jax.tracing import TraceCounter
 
 # A vocabulary by hand: tags as one token each, and a search written across token borders.
@@ -65,14 +66,15 @@ class Echo:
 
     retrieved = 2
 
-    def search(self, query_SQ, length_S):
-        row_SR = jnp.stack([query_SQ[:, 0], length_S], axis=1)
-        return row_SR, jnp.ones(row_SR.shape) * jnp.array([1.0, 0.5])
+    def search(self, query_SUQ, length_SU):
+        row_SUR = jnp.stack([query_SUQ[..., 0], length_SU], axis=2)
+        return row_SUR, jnp.ones(row_SUR.shape) * jnp.array([1.0, 0.5])
 
-    def observe(self, row_SR):
-        S = row_SR.shape[0]
+    def observe(self, row_SUR, asked_S):
+        S = row_SUR.shape[0]
         column = functools.partial(jnp.full, (S,))
-        ids = jnp.stack([column(OBS), row_SR[:, 0], column(_OBS), column(CD), column(CD)], axis=1)
+        said = row_SUR[:, 0, 0]
+        ids = jnp.stack([column(OBS), said, column(_OBS), column(CD), column(CD)], axis=1)
         return ids, jnp.full(S, 3)  # what stands past the length must not be shown
 
 
@@ -157,11 +159,11 @@ EPISODES = {
         queries=[(2, 3), (8, 9)],
         asked=[(AB, 1), (CD, 1)],
     ),
-    "no action within its length": Episode([prompt(AB), wrote(0, *[X] * 6)], Finish.INVALID),
+    "no action within its length": Episode([prompt(AB), wrote(0, *[X] * 6)], Finish.TOO_LONG),
     "an action of full length": Episode(
         [prompt(AB), wrote(0, THINK, X, X, ANSWER, X, _ANSWER)], Finish.ANSWERED, answer=(5, 6)
     ),
-    "end of text": Episode([prompt(AB), wrote(0, X, EOS)], Finish.INVALID),
+    "end of text": Episode([prompt(AB), wrote(0, X, EOS)], Finish.NO_ANSWER),
     "closed, never opened": Episode([prompt(AB), wrote(0, AB, _SEARCH)], Finish.INVALID),
     "opened in the prompt": Episode([prompt(SEARCH), wrote(0, AB, _SEARCH)], Finish.INVALID),
     "opened as one, closed as another": Episode(
@@ -198,7 +200,7 @@ EPISODES = {
             shown(1, OBS, CD, _OBS),
             wrote(1, NO, EOS),
         ],
-        Finish.INVALID,
+        Finish.NO_ANSWER,
         queries=[(2, 5)],
         asked=[(CD, 2)],
     ),
@@ -266,14 +268,15 @@ CORRECTED = {
             shown(2, NO, NO),
             wrote(2, X, EOS),
         ],
-        Finish.INVALID,
+        Finish.NO_ANSWER,
     ),
 }
 
 
 def set_up(episodes, correction_ids=()):
     spec = dataclasses.replace(SPEC, slots=len(episodes))
-    engine = Engine(SHAPE, spec, PLAIN_SEARCH, (EOS,), correction_ids)
+    protocol = dataclasses.replace(PLAIN_SEARCH, correction="!!" if correction_ids else None)
+    engine = Engine(SHAPE, spec, protocol, (EOS,), correction_ids)
     table = build_stop_table(TOKENS, PLAIN_SEARCH.opening, PLAIN_SEARCH.closing)
     script = np.zeros((len(episodes), spec.length), np.int32)
     prompts = np.zeros((len(episodes), spec.prompt_length), np.int32)
@@ -321,16 +324,27 @@ def test_an_episode_known_by_hand(played, name):
     assert got.ids_NL[n, :length].tolist() == ids
     assert got.mask_NL[n, :length].tolist() == mask, "exactly what was sampled is trained on"
     assert got.turn_NL[n, :length].tolist() == turns
-    for name in ("ids_NL", "mask_NL", "turn_NL", "logp_NL"):
+    roles = [Role.PROMPT] * len(want.pieces[0][0])
+    for piece, sampled, _ in want.pieces[1:]:
+        tool = Role.TOOL if piece[0] == OBS else Role.INJECTED
+        roles += [Role.POLICY if sampled else tool] * len(piece)
+    assert got.role_NL[n, :length].tolist() == roles
+    assert np.array_equal(got.role_NL == Role.POLICY, got.mask_NL)
+    for name in ("ids_NL", "mask_NL", "turn_NL", "logp_NL", "role_NL"):
         assert not getattr(got, name)[n, length:].any(), "nothing stands past the end"
     np.testing.assert_allclose(got.logp_NL[n, :length], np.where(mask, LOGP, 0), atol=1e-5)
     assert Finish(got.finish_N[n]) == want.finish
     assert got.searches_N[n] == searches
-    assert got.queries_NT2[n].tolist() == [
+    assert got.asked_NT[n].tolist() == [1] * searches + [0] * (2 - searches)
+    assert got.asked_N[n] == searches
+    assert got.queries_NTU2[n, :, 0].tolist() == [
         list(span) for span in [*want.queries, (0, 0), (0, 0)][:2]
     ]
-    assert got.rows_NTR[n].tolist() == [list(a) for a in [*want.asked, (-1, -1), (-1, -1)][:2]]
-    assert got.scores_NTR[n].tolist() == [[1.0, 0.5]] * searches + [[0.0, 0.0]] * (2 - searches)
+    rows = [list(a) for a in [*want.asked, (-1, -1), (-1, -1)][:2]]
+    assert got.rows_NTUR[n, :, 0].tolist() == rows
+    assert got.scores_NTUR[n, :, 0].tolist() == [[1.0, 0.5]] * searches + [[0.0, 0.0]] * (
+        2 - searches
+    )
     assert got.answer_N2[n].tolist() == list(want.answer)
 
 
@@ -355,8 +369,9 @@ def test_the_pieces_called_one_at_a_time_give_the_same(played):
     state = engine.start(len(EPISODES), Echo.retrieved, len(EPISODES))
     steps = 0
     while has_work(state):
-        rows_SR, scores_SR = retriever.search(*queries(state))
-        observed = (rows_SR, scores_SR, *retriever.observe(rows_SR))
+        ids_SUQ, length_SU, asked_S = queries(state)
+        row_SUR, score_SUR = retriever.search(ids_SUQ, length_SU)
+        observed = Observed(row_SUR, score_SUR, *retriever.observe(row_SUR, asked_S))
         state = extend(state, prompts, lengths, observed)
         while should_write(state):
             state, steps = decode(state), steps + 1
@@ -377,8 +392,7 @@ def test_an_observation_is_cut_to_its_size(monkeypatch):
         words,
         ["ab", "cd"],
         ["x", "a text that is much too long to be shown whole"],
-        observation=protocol.observation,
-        passage=protocol.passage,
+        layout=protocol.layout,
         retrieved=1,
         observation_length=size,
     )
@@ -410,7 +424,7 @@ def test_an_observation_is_cut_to_its_size(monkeypatch):
     assert got.ids_NL[0, : got.length_N[0]].tolist() == want
     mask = [False] + [True] * len(asked) + [False] * size + [True] * len(answered)
     assert got.mask_NL[0, : got.length_N[0]].tolist() == mask
-    assert got.rows_NTR.tolist() == [[[1]]]
+    assert got.rows_NTUR.tolist() == [[[[1]]]]
 
 
 def test_a_correction_must_fit_an_observation():

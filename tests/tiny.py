@@ -130,10 +130,10 @@ def roll_out(world, protocol, spec, prompts, temperature, top_k=2, seed=7):
         words,
         titles,
         texts,
-        observation=protocol.observation,
-        passage=protocol.passage,
+        layout=protocol.layout,
         retrieved=top_k,
         observation_length=spec.observation_length,
+        queries=spec.queries,
     )
     padded = np.zeros((len(prompts), spec.prompt_length), np.int32)
     for row, ids in zip(padded, prompts, strict=True):

@@ -127,12 +127,19 @@ def build(config: Any, traces: TraceCounter) -> Parts:
             in_chat_template(each, tokenizer, config.policy.system)
             for each in (solver_protocol, proposer_protocol)
         )
-    shown = encode([solver_protocol.show([(p.title, p.text)] * r.top_k) for p in atlas.passages])
+    most = solver_protocol.most_queries
+    shown = encode(
+        [
+            solver_protocol.show_results([[(p.title, p.text)] * r.top_k] * most)
+            for p in atlas.passages
+        ]
+    )
     longest = max(range(len(shown)), key=lambda n: len(shown[n]))
     if len(shown[longest]) > s.observation_length:
         raise UserError(
             f"{atlas.folder / 'passages.jsonl'}: passage {atlas.passages[longest].id} has "
-            f"{len(shown[longest])} tokens with its tags, shown {r.top_k} at a time, more than "
+            f"{len(shown[longest])} tokens with its tags, shown "
+            f"{r.top_k * most} at a time, more than "
             f"solver.observation_length={s.observation_length}; raise it, lower retrieval.top_k or "
             "shorten the passage."
         )
@@ -140,9 +147,9 @@ def build(config: Any, traces: TraceCounter) -> Parts:
         tokenizer,
         [passage.title for passage in atlas.passages],
         [passage.text for passage in atlas.passages],
-        observation=solver_protocol.observation,
-        passage=solver_protocol.passage,
+        layout=solver_protocol.layout,
         retrieved=r.top_k,
+        queries=most,
         observation_length=s.observation_length,
         text_weight=r.text_weight,
         dimension=r.dimension,
@@ -243,6 +250,7 @@ def update_specs(config: Any) -> dict[str, UpdateSpec]:
 def rollout_specs(config: Any) -> dict[str, RolloutSpec]:
     """Sizes of the roles' episodes."""
     s, p = config.solver, config.proposer
+    solver, proposer = protocol(s.protocol), protocol(p.protocol)
     return {
         "solver": RolloutSpec(
             slots=s.slots,
@@ -252,9 +260,14 @@ def rollout_specs(config: Any) -> dict[str, RolloutSpec]:
             searches=s.searches,
             query_length=config.retrieval.query_length,
             wait_fraction=s.wait_fraction,
+            queries=solver.most_queries,
+            response_length=solver.limits.response,
         ),
         "proposer": RolloutSpec(
-            slots=p.slots, prompt_length=p.prompt_length, action_length=p.action_length
+            slots=p.slots,
+            prompt_length=p.prompt_length,
+            action_length=p.action_length,
+            response_length=proposer.limits.response,
         ),
     }
 

@@ -329,11 +329,15 @@ def build_bm25(values: flags.FlagValues, folder: Path, progress: Progress) -> No
 def add_tokens(values: flags.FlagValues, folder: Path, progress: Progress) -> None:
     """The passages as token ids of a policy."""
     from zest_jax.assembly import protocol
-    from zest_jax.retrieval.store import frame_texts
 
     tokenizer = read_tokenizer(values.tokenizer)
     shown = protocol(values.protocol)
-    *_, template = frame_texts(shown.observation, shown.passage, 1)
+    if shown.escape:
+        raise UserError(
+            f"protocol {values.protocol} writes passages into JSON, and stored ids are of plain "
+            "texts; leave --tokenizer away, a run tokenises the passages itself."
+        )
+    template = shown.layout.body
     passages = index_files.IndexFolder(folder).passages()
     key = tokens_key(tokenizer_card(tokenizer), template, values.passage_tokens)
     with progress.phase("tokenising passages", len(passages)) as bar:

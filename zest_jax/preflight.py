@@ -8,6 +8,7 @@ from zest_jax.errors import UserError
 from zest_jax.models.attention import BACKENDS
 from zest_jax.models.config import MATRICES
 from zest_jax.rewards.information_gain import SHORTCUTS
+from zest_jax.rollout.protocols import find
 
 if TYPE_CHECKING:
     from zest_jax.assembly import Parts
@@ -92,6 +93,7 @@ def check_fields(config: Any) -> None:
                 f"config field {role}.temperature must be above 0: rollouts that are all alike "
                 "teach nothing."
             )
+    check_protocols(config)
     if config.policy.system and not config.policy.chat:
         raise UserError(
             "config field policy.system is part of a chat template; set policy.chat=True as well, "
@@ -103,6 +105,38 @@ def check_fields(config: Any) -> None:
             f"config field policy.heads={heads} must be a multiple of policy.kv_heads={kv_heads}, "
             f"and policy.head_dim={head_dim} even."
         )
+
+
+def check_protocols(config: Any) -> None:
+    """Refuses protocols that the roles' tasks do not fit, and sizes that a protocol forbids.
+
+    Raises:
+      UserError: which, and what would do.
+    """
+    given = {"solver": {"question"}, "proposer": {"chain", "passages"}}
+    for role, parts in given.items():
+        protocol = find(config[role].protocol)
+        if protocol.special and not config.policy.chat:
+            raise UserError(
+                f"protocol {protocol.name} is written in the turns of a chat; set policy.chat=True."
+            )
+        if set(protocol.placeholders) - parts:
+            raise UserError(
+                f"config field {role}.protocol={protocol.name} asks for "
+                f"{', '.join(sorted(set(protocol.placeholders) - parts))}, and a {role} of this "
+                f"method is given {' and '.join(sorted(parts))} only."
+            )
+        most = {
+            "searches": protocol.most_searches,
+            "action_length": protocol.limits.action,
+            "observation_length": protocol.limits.observation,
+        }
+        for name, limit in most.items():
+            if name in config[role] and limit and config[role][name] > limit:
+                raise UserError(
+                    f"config field {role}.{name}={config[role][name]} is more than the {limit} of "
+                    f"protocol {protocol.name}; lower it."
+                )
 
 
 def check_world(config: Any, parts: Parts) -> None:

@@ -47,8 +47,7 @@ def proposer_metrics(
     record |= {
         "proposer/valid": float(passed_B.mean()),
         "proposer/answer_in_source": _mean([answer_in_source(p.chain, atlas) for p in several]),
-        "proposer/hit_limit": float(np.mean(episodes.finish_N != Finish.ANSWERED)),
-    }
+    } | finish_metrics("proposer", episodes)
     return record | update_metrics("proposer", values)
 
 
@@ -71,8 +70,12 @@ def solver_metrics(
         "solver/searches": float(searches_B.mean()),
         "solver/valid": float(np.concatenate([o.answered_G for o in outcomes]).mean()),
         "solver/zero_search": _mean(searches_B[hops_B > 1] == 0),
-        "solver/hit_limit": float(np.mean(episodes.finish_N != Finish.ANSWERED)),
-    }
+    } | finish_metrics("solver", episodes)
+    asked_B = np.asarray(episodes.asked_N)
+    record["solver/queries"] = float(asked_B.mean())
+    record["solver/duplicate_queries"] = _mean(
+        np.asarray(episodes.duplicates_N)[asked_B > 0] / asked_B[asked_B > 0]
+    )
     for kind in ("mixed", "all_right", "all_wrong"):
         record[f"solver/groups_{kind}"] = float(np.mean([k == kind for k in kinds]))
     for hops in np.unique(hops_B):
@@ -80,6 +83,20 @@ def solver_metrics(
         record[f"solver/em_hop{hops}"] = float(y_B[of_B].mean())
         record[f"solver/searches_hop{hops}"] = float(searches_B[of_B].mean())
     return record | update_metrics("solver", values)
+
+
+def finish_metrics(role: str, episodes: Trajectories) -> dict[str, float]:
+    """Why the episodes of a step ended, as shares of them."""
+    finish_N = np.asarray(episodes.finish_N)
+    shares = {reason: float(np.mean(finish_N == reason)) for reason in Finish}
+    return {
+        f"{role}/hit_limit": shares[Finish.TOO_LONG] + shares[Finish.OUT_OF_TURNS],
+        f"{role}/finish_too_long": shares[Finish.TOO_LONG],
+        f"{role}/finish_out_of_turns": shares[Finish.OUT_OF_TURNS],
+        f"{role}/finish_invalid": shares[Finish.INVALID],
+        f"{role}/finish_no_answer": shares[Finish.NO_ANSWER],
+        f"{role}/corrections": float(np.mean(episodes.corrections_N)),
+    }
 
 
 def update_metrics(role: str, values: Mapping[str, Any]) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """A retriever that lives on the device: encoder, index and passage store in one pytree.
 
-Shape letters: S slots, Q query length, R retrieved, N passages, E embedding size, C observation
-length.
+Shape letters: S slots, U queries of an action, B all of them, Q query length, R retrieved,
+N passages, E embedding size, C observation length.
 """
 
 import dataclasses
@@ -11,7 +11,8 @@ import jax
 
 from zest_jax.retrieval.encoders import BagEncoder
 from zest_jax.retrieval.exact import exact_search
-from zest_jax.retrieval.store import PassageStore, frame_texts
+from zest_jax.retrieval.layout import Layout
+from zest_jax.retrieval.store import PassageStore
 
 
 @jax.tree_util.register_dataclass
@@ -38,10 +39,10 @@ class Retriever:
         titles: Sequence[str],
         texts: Sequence[str],
         *,
-        observation: str,
-        passage: str,
+        layout: Layout,
         retrieved: int,
         observation_length: int,
+        queries: int = 1,
         text_weight: float = 0.3,
         dimension: int = 0,
         vocab_size: int = 0,
@@ -52,10 +53,10 @@ class Retriever:
           tokenizer: the policy's; the encoder reads its ids.
           titles: a title per passage.
           texts: a text per passage.
-          observation: the protocol's text around the passages.
-          passage: the protocol's text of one passage.
+          layout: how the protocol shows passages.
           retrieved: R.
           observation_length: tokens an observation may have, C.
+          queries: most queries of one action, U.
           text_weight: see BagEncoder.
           dimension: see BagEncoder.fit.
           vocab_size: rows of the policy's head, where more than the tokenizer's.
@@ -64,7 +65,6 @@ class Retriever:
         def ids(items: list[str]) -> list[list[int]]:
             return tokenizer(items, add_special_tokens=False)["input_ids"] if items else []
 
-        heads, tail, body = frame_texts(observation, passage, retrieved)
         title_ids = ids([" " + t for t in titles])
         text_ids = ids([" " + t for t in texts])
         both = [a + b for a, b in zip(title_ids, text_ids, strict=True)]
@@ -74,16 +74,23 @@ class Retriever:
             dimension=dimension,
             text_weight=text_weight,
         )
-        shown = [body.format(title=t, text=x) for t, x in zip(titles, texts, strict=True)]
-        store = PassageStore.build(ids(shown), ids(heads), ids([tail])[0], observation_length)
+        shown = [layout.write(t, x) for t, x in zip(titles, texts, strict=True)]
+        frame = layout.frame(ids, queries, retrieved)
+        store = PassageStore.build(ids(shown), frame, observation_length)
         return cls(encoder, encoder.encode_passages(title_ids, text_ids), store, retrieved)
 
-    def search(self, query_SQ: jax.Array, length_S: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Passage rows [S, R] and scores [S, R] for queries given as token ids; jittable."""
-        vectors_SE = self.encoder.encode_queries(query_SQ, length_S)
-        return exact_search(self.index_NE, vectors_SE, self.retrieved)
+    def search(self, query_SUQ: jax.Array, length_SU: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Passage rows [S, U, R] and scores [S, U, R] for queries given as token ids; jittable."""
+        S, U, Q = query_SUQ.shape
+        vectors_BE = self.encoder.encode_queries(
+            query_SUQ.reshape(S * U, Q), length_SU.reshape(S * U)
+        )
+        rows_BR, scores_BR = exact_search(self.index_NE, vectors_BE, self.retrieved)
+        return rows_BR.reshape(S, U, -1), scores_BR.reshape(S, U, -1)
 
-    def observe(self, row_SR: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Token ids [S, C] and lengths [S] of the observation that shows these passages;
-        jittable."""
-        return self.store.observe(row_SR)
+    def observe(
+        self, row_SUR: jax.Array, asked_S: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Token ids [S, C] and lengths [S] of the observation that shows these passages (see
+        `PassageStore.observe`); jittable."""
+        return self.store.observe(row_SUR, asked_S)

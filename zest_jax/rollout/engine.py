@@ -4,7 +4,10 @@ A fixed set of slots works through a queue of prompts. Two kinds of work alterna
 is done:
 
   decode  one token for every slot that is writing; a token that completes an action sends its slot
-          to SEARCH, INVALID or DONE. Repeated while enough slots are writing.
+          to SEARCHING, INVALID or DONE, or to READING where the action is a call. Repeated while
+          enough slots are writing.
+  cut     the queries are cut out of the calls that have been completed; a bad one sends its slot to
+          INVALID or DONE.
   extend  everything that writes many tokens at once: finished slots hand in their episode and take
           the next prompt, searching slots have their query embedded, searched and the passages
           spliced in, misled slots get the protocol's correction; then one pass over the new tokens
@@ -17,8 +20,8 @@ own random key (folded from its number), so neither slots nor refilling change w
 
 Invariant: a writing slot's cache holds every token but its last, which the next decode step feeds.
 
-Shape letters: S slots, L episode length, P prompt length, Q query length, R retrieved, C chunk,
-N episodes.
+Shape letters: S slots, L episode length, P prompt length, U queries of a search, Q query length,
+R retrieved, C chunk, N episodes.
 """
 
 import dataclasses
@@ -29,18 +32,27 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from zest_jax.errors import UserError
 from zest_jax.models.cache import empty_cache
 from zest_jax.models.config import PolicyConfig
 from zest_jax.models.policy import Block, Params, Policy, bind
 from zest_jax.rollout import stops, trajectories
 from zest_jax.rollout.filling import fill_cache
+from zest_jax.rollout.observing import (
+    Observed,
+    current_queries,
+    note_searches,
+    pad_to,
+    what_follows,
+)
 from zest_jax.rollout.protocols import Protocol
-from zest_jax.rollout.reading import TAG_WINDOW, Grammar, read_token
+from zest_jax.rollout.reading import TAG_WINDOW, Grammar, read_calls, read_token
 from zest_jax.rollout.sampling import Draws, sample
 from zest_jax.rollout.state import (
     DONE,
     IDLE,
     INVALID,
+    READING,
     SEARCHING,
     WRITING,
     RolloutSpec,
@@ -48,7 +60,7 @@ from zest_jax.rollout.state import (
     State,
 )
 from zest_jax.rollout.stops import StopTable
-from zest_jax.rollout.trajectories import Trajectories
+from zest_jax.rollout.trajectories import Finish, Role, Trajectories
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +72,7 @@ class Engine:
       spec: the episode's sizes.
       protocol: the grammar.
       eos_ids: tokens that end a turn without a tag (then the action is none).
-      correction_ids: the protocol's correction, tokenised; empty where there is none.
+      correction_ids: the protocol's correction, tokenised; empty where it says nothing.
     """
 
     config: PolicyConfig
@@ -81,6 +93,12 @@ class Engine:
                 f"the correction has {len(self.correction_ids)} tokens, more than "
                 f"observation_length={self.spec.observation_length}"
             )
+        if self.spec.queries > 1 and self.protocol.call is None:
+            raise ValueError(f"an action of protocol {self.protocol.name} has one query")
+
+    @property
+    def grammar(self) -> Grammar:
+        return Grammar(self.protocol, self.eos_ids, self.correction_ids)
 
     @classmethod
     def build(
@@ -91,7 +109,17 @@ class Engine:
         tokenizer,
         eos_ids: Sequence[int] = (),
     ) -> "Engine":
-        """Tokenises what the protocol adds; `eos_ids` end a turn beside the tokenizer's own."""
+        """Tokenises what the protocol adds; `eos_ids` end a turn beside the tokenizer's own.
+
+        Raises:
+          UserError: a special token of the protocol is none of the tokenizer's.
+        """
+        for token in protocol.special:
+            if len(tokenizer(token, add_special_tokens=False)["input_ids"]) != 1:
+                raise UserError(
+                    f"protocol {protocol.name} writes {token}, which the policy's tokenizer has no "
+                    "token for; take a protocol without turns (search_r1) or another policy."
+                )
         correction = protocol.correction
         ids = tokenizer(correction, add_special_tokens=False)["input_ids"] if correction else []
         own = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
@@ -105,6 +133,7 @@ class Engine:
             self.protocol.opening,
             self.protocol.closing,
             self.config.vocab_size,
+            with_text=self.protocol.call is not None,
         )
         return jax.tree.map(jnp.asarray, table)
 
@@ -145,13 +174,16 @@ class Engine:
         def extend(state: State) -> State:
             observed = None
             if retriever is not None:
-                rows_SR, scores_SR = retriever.search(*self.queries(state))
-                observed = (rows_SR, scores_SR, *retriever.observe(rows_SR))
+                ids_SUQ, length_SU, asked_S = self.queries(state)
+                row_SUR, score_SUR = retriever.search(ids_SUQ, length_SU)
+                there_SU = jnp.arange(self.spec.queries) < asked_S[:, None]
+                row_SUR = jnp.where(there_SU[..., None], row_SUR, -1)
+                observed = Observed(row_SUR, score_SUR, *retriever.observe(row_SUR, asked_S))
             return self.extend(policy, layers, state, prompt_NP, prompt_length_N, observed)
 
         def write(state: State) -> State:
             decode = functools.partial(self.decode, policy, layers, table, draws)
-            return jax.lax.while_loop(self.should_write, decode, state)
+            return self.cut(table, jax.lax.while_loop(self.should_write, decode, state))
 
         state = jax.lax.while_loop(self.has_work, lambda s: write(extend(s)), state)
         out = _hand_in(state)
@@ -169,43 +201,42 @@ class Engine:
         # A chunk may be written at the last position, so the cache has room for one more.
         return State(
             cache=empty_cache(self.config, S, s.length + s.chunk),
-            rows=_device(trajectories.empty(S, s.length, s.searches, retrieved)),
+            rows=_device(trajectories.empty(S, s.length, s.searches, retrieved, s.queries)),
             episode_S=jnp.full(S, episodes, jnp.int32),
             phase_S=jnp.full(S, DONE, jnp.int32),
             automaton_S=jnp.zeros(S, jnp.int32),
             opened_SA=jnp.full((S, len(self.protocol.actions)), -1, jnp.int32),
+            skip_SA=jnp.zeros((S, len(self.protocol.actions)), jnp.int32),
             written_S=jnp.zeros(S, jnp.int32),
             turn_S=jnp.zeros(S, jnp.int32),
             next_episode=jnp.zeros((), jnp.int32),
             count=jnp.asarray(count, jnp.int32),
-            out=_device(trajectories.empty(episodes, s.length, s.searches, retrieved)),
+            out=_device(trajectories.empty(episodes, s.length, s.searches, retrieved, s.queries)),
             steps=jnp.zeros(2, jnp.int32),
         )
 
     def has_work(self, state: State) -> jax.Array:
         """Whether a slot is under way or a prompt is left in the queue."""
-        busy = (
-            (state.phase_S == WRITING) | (state.phase_S == SEARCHING) | (state.phase_S == INVALID)
+        return jnp.any((state.phase_S == WRITING) | _waits(state)) | (
+            state.next_episode < state.count
         )
-        return jnp.any(busy) | (state.next_episode < state.count)
 
     def should_write(self, state: State) -> jax.Array:
         """Whether to go on decoding, or to see to the slots that wait."""
         writing = jnp.sum(state.phase_S == WRITING)
-        waiting = (state.phase_S == SEARCHING) | (state.phase_S == INVALID)
         left = state.count - state.next_episode
         refillable = jnp.minimum(jnp.sum(state.phase_S == DONE), left)
         enough = self.spec.wait_fraction * self.spec.slots
-        return (writing > 0) & (jnp.sum(waiting) + refillable < enough)
+        return (writing > 0) & (jnp.sum(_waits(state)) + refillable < enough)
 
-    def queries(self, state: State) -> tuple[jax.Array, jax.Array]:
-        """Token ids [S, Q] and lengths [S] of the queries of the slots that search."""
-        begin_S, end_S = _last_span(state.rows.queries_NT2, state.rows.searches_N - 1)
-        length_S = jnp.where(state.phase_S == SEARCHING, end_S - begin_S, 0)
-        at_SQ = begin_S[:, None] + jnp.arange(self.spec.query_length)
-        at_SQ = jnp.minimum(at_SQ, self.spec.length - 1)
-        ids_SQ = jnp.take_along_axis(state.rows.ids_NL, at_SQ, axis=1)
-        return ids_SQ, jnp.clip(length_S, 0, self.spec.query_length)
+    def cut(self, table: StopTable, state: State) -> State:
+        """The state with no call left unread; to be called before `queries` and `extend`."""
+        return read_calls(self.grammar, self.spec, table, state)
+
+    def queries(self, state: State) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Token ids [S, U, Q], lengths [S, U] and number [S] of the queries of the slots that
+        search."""
+        return current_queries(self.spec, state)
 
     def decode(
         self,
@@ -240,6 +271,7 @@ class Engine:
             drawn_logp_NL=put(rows.drawn_logp_NL, drawn_logp_S),
             mask_NL=put(rows.mask_NL, True),
             turn_NL=put(rows.turn_NL, state.turn_S),
+            role_NL=put(rows.role_NL, Role.POLICY),
             length_N=length_S + writing_S,
         )
         state = dataclasses.replace(
@@ -249,8 +281,7 @@ class Engine:
             written_S=state.written_S + writing_S,
             steps=state.steps + jnp.stack([jnp.int32(1), jnp.sum(writing_S, dtype=jnp.int32)]),
         )
-        grammar = Grammar(self.protocol, self.eos_ids, self.correction_ids)
-        return read_token(grammar, self.spec, table, state, token_S, writing_S)
+        return read_token(self.grammar, self.spec, table, state, token_S, writing_S)
 
     def extend(
         self,
@@ -259,7 +290,7 @@ class Engine:
         state: State,
         prompt_NP: jax.Array,
         prompt_length_N: jax.Array,
-        observed: tuple[jax.Array, jax.Array, jax.Array, jax.Array] | None,
+        observed: Observed | None,
     ) -> State:
         """Hands in and refills finished slots, shows passages and corrections, fills the cache.
 
@@ -269,11 +300,11 @@ class Engine:
           state: the state.
           prompt_NP: the queue's prompts.
           prompt_length_N: their lengths.
-          observed: for the slots that search: passages [S, R], scores [S, R], observation ids
-            [S, C'] and lengths [S]; None for protocols that never search.
+          observed: what the slots that search are told; None for protocols that never search.
 
         Returns:
-          The state, with every slot that waited writing again (or idle, if the queue is empty).
+          The state, with every slot that waited writing again (or done, if it has no room for what
+          follows; or idle, if the queue is empty).
         """
         S, N = self.spec.slots, prompt_length_N.shape[0]
         out, rows = _hand_in(state), state.rows
@@ -286,27 +317,26 @@ class Engine:
 
         # What is appended to each slot, and where the pass over new tokens begins.
         mine_S = jnp.minimum(episode_S, N - 1)
-        new_SC = _pad_to(prompt_NP, self.spec.chunk)[mine_S]
-        new_length_S = jnp.where(taken_S, prompt_length_N[mine_S], 0)
+        added = what_follows(self.grammar, self.spec, state, observed)
+        prompt_SC = pad_to(prompt_NP, self.spec.chunk)[mine_S]
+        new_SC = jnp.where(taken_S[:, None], prompt_SC, added.ids_SC)
+        new_length_S = jnp.where(taken_S, prompt_length_N[mine_S], added.length_S)
+        role_S = jnp.where(taken_S, jnp.int8(Role.PROMPT), added.role_S)
         if observed is not None:
-            row_SR, score_SR, ids_SC, length_S = observed
-            new_SC = jnp.where(searching_S[:, None], _pad_to(ids_SC, self.spec.chunk), new_SC)
-            new_length_S = jnp.where(searching_S, length_S, new_length_S)
-            slot_S = jnp.arange(S)
-            at_S = jnp.where(searching_S, rows.searches_N - 1, rows.rows_NTR.shape[1])
-            rows = dataclasses.replace(
-                rows,
-                rows_NTR=rows.rows_NTR.at[slot_S, at_S].set(row_SR, mode="drop"),
-                scores_NTR=rows.scores_NTR.at[slot_S, at_S].set(score_SR, mode="drop"),
-            )
-        if self.correction_ids:
-            said_C = _pad_to(jnp.array(self.correction_ids, jnp.int32)[None], self.spec.chunk)[0]
-            new_SC = jnp.where(invalid_S[:, None], said_C, new_SC)
-            new_length_S = jnp.where(invalid_S, len(self.correction_ids), new_length_S)
+            rows = note_searches(self.spec, state, observed, searching_S & ~added.full_S)
+        rows = dataclasses.replace(
+            rows, finish_N=jnp.where(added.full_S, Finish.TOO_LONG, rows.finish_N)
+        )
         rows = jax.tree.map(
             lambda fresh, old: jnp.where(_like(taken_S, old), fresh, old),
             _device(
-                trajectories.empty(S, self.spec.length, self.spec.searches, rows.rows_NTR.shape[2])
+                trajectories.empty(
+                    S,
+                    self.spec.length,
+                    self.spec.searches,
+                    rows.rows_NTUR.shape[3],
+                    self.spec.queries,
+                )
             ),
             rows,
         )
@@ -321,6 +351,7 @@ class Engine:
             rows,
             ids_NL=put(rows.ids_NL, new_SC),
             turn_NL=put(rows.turn_NL, jnp.broadcast_to(turn_S[:, None], at_SC.shape)),
+            role_NL=put(rows.role_NL, jnp.broadcast_to(role_S[:, None], at_SC.shape)),
             length_N=begin_S + new_length_S,
             prompt_length_N=jnp.where(taken_S, new_length_S, rows.prompt_length_N),
         )
@@ -329,7 +360,7 @@ class Engine:
         start_S = jnp.maximum(begin_S - 1, 0)
         chunk_SC = jnp.minimum(start_S[:, None] + jnp.arange(self.spec.chunk), self.spec.length - 1)
         chunk_SC = jnp.take_along_axis(rows.ids_NL, chunk_SC, axis=1)
-        resumed_S = taken_S | searching_S | invalid_S
+        resumed_S = taken_S | ((searching_S | invalid_S) & ~added.full_S)
         fill_S = jnp.where(resumed_S, rows.length_N - start_S, 0)
         cache = fill_cache(self.spec, policy, layers, state.cache, chunk_SC, start_S, fill_S)
         return dataclasses.replace(
@@ -337,7 +368,9 @@ class Engine:
             cache=cache,
             rows=rows,
             episode_S=episode_S,
-            phase_S=jnp.select([resumed_S, done_S], [WRITING, IDLE], state.phase_S),
+            phase_S=jnp.select(
+                [resumed_S, added.full_S, done_S], [WRITING, DONE, IDLE], state.phase_S
+            ),
             automaton_S=jnp.where(resumed_S, 0, state.automaton_S),
             opened_SA=jnp.where(resumed_S[:, None], -1, state.opened_SA),
             written_S=jnp.where(resumed_S, 0, state.written_S),
@@ -362,14 +395,10 @@ def _put(row: jax.Array, at: jax.Array, x: jax.Array, value: Any) -> jax.Array:
     return x.at[row, at].set(value, mode="drop")
 
 
-def _last_span(span_ST2: jax.Array, index_S: jax.Array) -> tuple[jax.Array, jax.Array]:
-    at = jnp.maximum(index_S, 0)[:, None, None]
-    span_S2 = jnp.take_along_axis(span_ST2, at, axis=1)[:, 0]
-    return span_S2[:, 0], span_S2[:, 1]
-
-
-def _pad_to(x_SC: jax.Array, width: int) -> jax.Array:
-    return jnp.pad(x_SC, ((0, 0), (0, max(0, width - x_SC.shape[1]))))[:, :width]
+def _waits(state: State) -> jax.Array:
+    """Slots that wait for `cut` or `extend`, [S]."""
+    phase_S = state.phase_S
+    return (phase_S == READING) | (phase_S == SEARCHING) | (phase_S == INVALID)
 
 
 def _like(mask_S: jax.Array, x: jax.Array) -> jax.Array:

@@ -13,7 +13,7 @@ from zest_jax.errors import UserError
 from zest_jax.models import PolicyConfig
 from zest_jax.models.policy import Params
 from zest_jax.rollout.engine import Engine
-from zest_jax.rollout.protocols import Protocol
+from zest_jax.rollout.protocols import ANSWER, Protocol
 from zest_jax.rollout.sampling import Draws
 from zest_jax.rollout.state import RolloutSpec, Searcher
 from zest_jax.rollout.trajectories import Finish, Trajectories
@@ -94,16 +94,18 @@ class Sampler:
         return jax.tree.map(lambda *xs: np.concatenate(xs), *parts)
 
     def answers(self, episodes: Trajectories) -> list[str | None]:
-        """The answer of each episode, read from its last action alone; None without one.
+        """The answer of each episode, read from its last action alone; None without one. It is a
+        question where the protocol ends with one.
 
         No passage can stand in the last action, so nothing that was retrieved counts as an answer.
         """
+        tag = self.protocol.tag(ANSWER) or "answer"
         texts = self.tokenizer.batch_decode(
             [episodes.last_action_ids(n) for n in range(episodes.count)],
             clean_up_tokenization_spaces=False,
         )
         return [
-            last_tag(text, "answer") if finish == Finish.ANSWERED else None
+            last_tag(text, tag) if finish == Finish.ANSWERED else None
             for text, finish in zip(texts, episodes.finish_N, strict=True)
         ]
 

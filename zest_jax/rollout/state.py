@@ -1,7 +1,7 @@
 """The sizes of an episode, and everything that a rollout carries from step to step.
 
-Shape letters: S slots, L episode length, Q query length, R retrieved, T searches, C chunk,
-N episodes, A actions.
+Shape letters: S slots, L episode length, U queries of a search, Q query length, R retrieved,
+T searches, C chunk, N episodes, A actions.
 """
 
 import dataclasses
@@ -13,7 +13,8 @@ from zest_jax.models.cache import Cache
 from zest_jax.rollout.sampling import Truncation
 from zest_jax.rollout.trajectories import Trajectories
 
-IDLE, WRITING, SEARCHING, INVALID, DONE = range(5)
+# READING: a call is complete and has not been looked into yet.
+IDLE, WRITING, SEARCHING, INVALID, DONE, READING = range(6)
 
 
 class Searcher(Interface):
@@ -22,9 +23,13 @@ class Searcher(Interface):
     @property
     def retrieved(self) -> int: ...
 
-    def search(self, query_SQ: jax.Array, length_S: jax.Array) -> tuple[jax.Array, jax.Array]: ...
+    def search(self, query_SUQ: jax.Array, length_SU: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Rows [S, U, R], -1 behind the last one found, and scores [S, U, R]."""
+        ...
 
-    def observe(self, row_SR: jax.Array) -> tuple[jax.Array, jax.Array]: ...
+    def observe(self, row_SUR: jax.Array, asked_S: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Ids [S, C'] and lengths [S] of observations; a slot asked `asked_S` of its queries."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +42,9 @@ class RolloutSpec:
       action_length: tokens one action may have.
       observation_length: tokens one observation may have (0 for protocols without search).
       searches: searches (or corrections) an episode may have, T; one more action may follow them.
+      queries: most queries of one search, U.
+      response_length: tokens after the prompt, observations included; 0 for as many as the other
+        sizes allow.
       query_length: tokens of a query that are embedded, Q; the first ones count.
       wait_fraction: share of the slots that must wait before writing is interrupted for them; 1.0
         waits until none is writing.
@@ -52,6 +60,8 @@ class RolloutSpec:
     observation_length: int = 0
     searches: int = 0
     query_length: int = 16
+    queries: int = 1
+    response_length: int = 0
     wait_fraction: float = 1.0
     block_slots: int = 32
     block_tokens: int = 32
@@ -61,9 +71,8 @@ class RolloutSpec:
     def length(self) -> int:
         """Longest possible episode, L."""
         turns = self.searches
-        return (
-            self.prompt_length + (turns + 1) * self.action_length + turns * self.observation_length
-        )
+        response = (turns + 1) * self.action_length + turns * self.observation_length
+        return self.prompt_length + min(response, self.response_length or response)
 
     @property
     def chunk(self) -> int:
@@ -82,10 +91,11 @@ class State:
       cache: keys and values per layer, for L + C tokens of every slot.
       rows: the episodes under way, one a slot (`Trajectories` with S rows).
       episode_S: number of each slot's episode; N for a slot that has none.
-      phase_S: IDLE, WRITING, SEARCHING, INVALID or DONE.
+      phase_S: IDLE, WRITING, READING, SEARCHING, INVALID or DONE.
       automaton_S: state of the stop automaton.
       opened_SA: token at which the content of the first tag of each kind began in this action, or
         -1.
+      skip_SA: bytes of that token that stand before the content.
       written_S: tokens of the action under way.
       turn_S: turn of the action under way.
       next_episode: first prompt of the queue that no slot has taken.
@@ -101,6 +111,7 @@ class State:
     phase_S: jax.Array
     automaton_S: jax.Array
     opened_SA: jax.Array
+    skip_SA: jax.Array
     written_S: jax.Array
     turn_S: jax.Array
     next_episode: jax.Array

@@ -6,11 +6,12 @@ run over every token's bytes beforehand, from every state, on the host. While sa
 carries its automaton state, and one gather per token says where the automaton goes and which tag
 was completed.
 
-Shape letters: X automaton states, V vocabulary.
+Shape letters: X automaton states, V vocabulary, W bytes of the longest token.
 """
 
 import collections
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -34,6 +35,7 @@ class StopTable:
       close_span_XV: bytes from the start of that closing tag to the end of the token: whatever lies
         fully within them, counted back from the token's end, is not content.
       bytes_V: length of each token in bytes.
+      text_VW: the bytes themselves, zeros behind; None where no call is read (`read_calls`).
     """
 
     next_XV: jax.Array | np.ndarray
@@ -42,6 +44,7 @@ class StopTable:
     closed_XV: jax.Array | np.ndarray
     close_span_XV: jax.Array | np.ndarray
     bytes_V: jax.Array | np.ndarray
+    text_VW: jax.Array | np.ndarray | None = None
 
 
 def token_bytes(tokenizer) -> list[bytes | None]:
@@ -73,8 +76,18 @@ def token_bytes(tokenizer) -> list[bytes | None]:
     return out
 
 
+def read_text(tokens: list[bytes | None], ids: Sequence[int]) -> str:
+    """What a policy wrote, as `Protocol.queries` takes it: a special token as "\\0", and bytes that
+    are no text as U+FFFD."""
+    return b"".join(tokens[i] or b"\0" for i in ids).decode("utf-8", "replace")
+
+
 def build_stop_table(
-    tokens: list[bytes | None], opening: list[bytes], closing: list[bytes], vocab_size: int = 0
+    tokens: list[bytes | None],
+    opening: list[bytes],
+    closing: list[bytes],
+    vocab_size: int = 0,
+    with_text: bool = False,
 ) -> StopTable:
     """Runs the automaton of all tags over all tokens from all states.
 
@@ -83,6 +96,7 @@ def build_stop_table(
       opening: opening tags; opening[i] has kind i + 1.
       closing: closing tags; closing[i] has kind i + 1.
       vocab_size: rows of the policy's head where it is padded beyond the tokenizer (Qwen's is).
+      with_text: whether to keep the tokens' bytes, for protocols with calls.
 
     Returns:
       A StopTable of numpy arrays.
@@ -122,6 +136,7 @@ def build_stop_table(
             closed != NONE, length_V - close_at + close_length[closed], 0
         ).astype(np.int16),
         bytes_V=length_V,
+        text_VW=byte_VW if with_text else None,
     )
 
 

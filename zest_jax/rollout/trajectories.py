@@ -1,6 +1,6 @@
 """What a rollout leaves behind: everything was written by the sampler, nothing is re-tokenised.
 
-Shape letters: N episodes, L episode length, T searches, R retrieved, S slots, Q query length.
+Shape letters: N episodes, L episode length, T searches, U queries of a search, R retrieved.
 """
 
 import dataclasses
@@ -16,8 +16,20 @@ class Finish(enum.IntEnum):
 
     UNFINISHED = 0
     ANSWERED = 1  # a complete answer
-    INVALID = 2  # an action that was none, where the protocol does not correct
+    INVALID = 2  # an action that was none, where the protocol does not correct (any longer)
     OUT_OF_TURNS = 3  # asked to search again after the last search
+    TOO_LONG = 4  # no action within its length, or no room for what would follow
+    NO_ANSWER = 5  # the policy ended its turn without an action
+
+
+class Role(enum.IntEnum):
+    """Who wrote a token."""
+
+    NONE = 0  # past the end
+    PROMPT = 1
+    POLICY = 2
+    TOOL = 3  # what a search brought
+    INJECTED = 4  # corrections
 
 
 @jax.tree_util.register_dataclass
@@ -27,21 +39,30 @@ class Trajectories:
 
     Attributes:
       ids_NL: prompt, then actions and observations, as sampled and spliced; zero past the end.
-      length_N: tokens of the episode. Nothing is inferred from ids.
-      prompt_length_N: tokens of the prompt.
+        int32 [N, L].
+      length_N: tokens of the episode. Nothing is inferred from ids. int32 [N].
+      prompt_length_N: tokens of the prompt. int32 [N].
       logp_NL: log-probability of each sampled token under the softmax at the sampling temperature,
-        as a trainer computes it anew; 0 else.
+        as a trainer computes it anew; 0 else. float32 [N, L].
       drawn_logp_NL: the same under the truncated distribution that it was drawn from; equal to
-        `logp_NL` where nothing was truncated.
-      mask_NL: True where the policy sampled the token: the only tokens ever trained on.
+        `logp_NL` where nothing was truncated. float32 [N, L].
+      mask_NL: True where the policy sampled the token: the only tokens ever trained on; the same as
+        `role_NL == Role.POLICY`. bool [N, L].
       turn_NL: turn of each token (the prompt belongs to turn 0; an observation to the turn after
-        it).
-      rows_NTR: passages shown after each search, -1 where there was none.
-      scores_NTR: their scores.
-      queries_NT2: first and one-past-last token of each query.
-      answer_N2: first and one-past-last token of the answer, zeros without one.
-      searches_N: searches made.
-      finish_N: a `Finish`.
+        it). int32 [N, L].
+      role_NL: a `Role` for each token. int8 [N, L].
+      rows_NTUR: passages found by each query of each search, best first; -1 where there was none,
+        and where there was no room to show them. int32 [N, T, U, R].
+      scores_NTUR: their scores, 0 there. float32 [N, T, U, R].
+      queries_NTU2: first and one-past-last token of each query: every token with a byte of it.
+        int32 [N, T, U, 2].
+      asked_NT: queries of each search, at most U. int32 [N, T].
+      answer_N2: first and one-past-last token of the answer, zeros without one. int32 [N, 2].
+      searches_N: searches made. int32 [N].
+      duplicates_N: queries with the ids of an earlier query of the episode (as far as they are
+        embedded). int32 [N].
+      corrections_N: actions that were none and did not end the episode. int32 [N].
+      finish_N: a `Finish`. int32 [N].
     """
 
     ids_NL: jax.Array
@@ -51,12 +72,21 @@ class Trajectories:
     drawn_logp_NL: jax.Array
     mask_NL: jax.Array
     turn_NL: jax.Array
-    rows_NTR: jax.Array
-    scores_NTR: jax.Array
-    queries_NT2: jax.Array
+    role_NL: jax.Array
+    rows_NTUR: jax.Array
+    scores_NTUR: jax.Array
+    queries_NTU2: jax.Array
+    asked_NT: jax.Array
     answer_N2: jax.Array
     searches_N: jax.Array
+    duplicates_N: jax.Array
+    corrections_N: jax.Array
     finish_N: jax.Array
+
+    @property
+    def asked_N(self) -> jax.Array:
+        """Queries of each episode, [N]."""
+        return self.asked_NT.sum(axis=1)
 
     @property
     def count(self) -> int:
@@ -80,9 +110,9 @@ class Trajectories:
         return self.sampled_ids(row, int(turns[-1])) if len(turns) else []
 
 
-def empty(rows: int, length: int, searches: int, retrieved: int) -> Trajectories:
+def empty(rows: int, length: int, searches: int, retrieved: int, queries: int = 1) -> Trajectories:
     """All-zero trajectories, as numpy, to be filled."""
-    T = max(searches, 1)  # no zero-sized arrays for protocols that never search
+    T, U = max(searches, 1), queries  # no zero-sized arrays for protocols that never search
     zeros: Any = np.zeros
     full: Any = np.full
     return Trajectories(
@@ -93,10 +123,14 @@ def empty(rows: int, length: int, searches: int, retrieved: int) -> Trajectories
         drawn_logp_NL=zeros((rows, length), np.float32),
         mask_NL=zeros((rows, length), bool),
         turn_NL=zeros((rows, length), np.int32),
-        rows_NTR=full((rows, T, retrieved), -1, np.int32),
-        scores_NTR=zeros((rows, T, retrieved), np.float32),
-        queries_NT2=zeros((rows, T, 2), np.int32),
+        role_NL=zeros((rows, length), np.int8),
+        rows_NTUR=full((rows, T, U, retrieved), -1, np.int32),
+        scores_NTUR=zeros((rows, T, U, retrieved), np.float32),
+        queries_NTU2=zeros((rows, T, U, 2), np.int32),
+        asked_NT=zeros((rows, T), np.int32),
         answer_N2=zeros((rows, 2), np.int32),
         searches_N=zeros(rows, np.int32),
+        duplicates_N=zeros(rows, np.int32),
+        corrections_N=zeros(rows, np.int32),
         finish_N=zeros(rows, np.int32),
     )

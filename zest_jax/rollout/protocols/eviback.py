@@ -1,9 +1,9 @@
 """EviBack (arXiv 2607.23955): every turn is one thought and one action, a call or the answer.
 
 A thought stands in <reason> or <think>. A turn that breaks the grammar makes the whole episode
-worth nothing; `Protocol.well_formed` says whether one does. An unreadable call ends the episode. Ten
-turns, 4,096 tokens. The tool's result is JSON with the documents; the published one repeats the
-query in it, which stands right before it in the call.
+worth nothing; `Protocol.well_formed` says whether one does. An unreadable call ends the episode.
+At most ten turns and 4,096 tokens. The tool's result is JSON with the documents; the published one
+repeats the query in it, which stands right before it in the call.
 """
 
 from zest_jax.rollout.protocols.protocol import ANSWER, SEARCH, Call, Limits, Protocol

@@ -123,6 +123,11 @@ class Protocol:
         )
 
     @property
+    def placeholders(self) -> list[str]:
+        """What the prompt is filled with."""
+        return [name for _, name, _, _ in string.Formatter().parse(self.prompt) if name]
+
+    @property
     def most_searches(self) -> int:
         """Searches that can be answered where the method fixes the turns; 0 where it does not."""
         turns = self.limits.turns
@@ -264,8 +269,7 @@ def in_chat_template(protocol: Protocol, tokenizer: Any, system: str = "") -> Pr
             "set policy.chat=False."
         )
     # A template may write braces of its own (tool schemas do), which `format` must not touch.
-    parsed = string.Formatter().parse(protocol.prompt)
-    marks = {name: f"«{name}»" for _, name, _, _ in parsed if name}
+    marks = {name: f"«{name}»" for name in protocol.placeholders}
     messages = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": protocol.prompt.format(**marks)})
     more = {"tools": json.loads(protocol.tools)} if protocol.tools else {}
