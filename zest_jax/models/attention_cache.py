@@ -21,6 +21,7 @@ from jax.experimental.pallas import triton
 
 # Cache positions that a program takes at a time; a cache's length is a multiple of it.
 BLOCK = 64
+_WARPS, _STAGES = 4, 3
 _LOW = -1e30
 _LEAST_ROWS = 16  # of a matrix product on tensor cores
 _CHUNK_ROWS = 64
@@ -106,7 +107,7 @@ def decode_attention(
             jax.ShapeDtypeStruct(values_SJMK.shape, values_SJMK.dtype),
         ],
         input_output_aliases={given: 1, given + 1: 2},
-        compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
+        compiler_params=triton.CompilerParams(num_warps=_WARPS, num_stages=_STAGES),
         interpret=interpret,
         name="decode_attention",
     )(*inputs.values(), keys_SJMK, values_SJMK)

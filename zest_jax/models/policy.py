@@ -17,7 +17,6 @@ size, F feed-forward width, V vocabulary, S slots, C chunk, A rank of an adapter
 X and Y what a matrix contracts and makes.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -40,8 +39,10 @@ Params = dict[str, Any]
 # A layer's keys and values in, attention's output and whatever the caller wants to keep out.
 Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
 
-# Matrices of the same input, and the name of the one that `unstack` makes of them.
+# Matrices of the same input, and the name of the one that `Block.join` makes of them; then biases
+# and norms.
 _JOINED = {("q", "k", "v"): "qkv_DX", ("gate", "up"): "gate_up_DX"}
+_JOINED_VECTORS = ("qkv_bias_X", "qk_norms_2K")
 _UNROLLED = 8  # layers up to which a CPU trains without a loop over them
 
 
@@ -178,18 +179,33 @@ class Block(nnx.Module):
         c = self.config
         h_SD = self._norm(x_SD, self.attention_norm_D)
         product_SX = jnp.concatenate(self._project_all(h_SD, ("q", "k", "v")), axis=1)
-        rule = HeadRule(c.heads, norm_eps=c.norm_eps)
-        if c.qkv_bias:
-            biases = (self.q_bias_HK, self.k_bias_JK, self.v_bias_JK)
-            flat_X = jnp.concatenate([bias[...].reshape(-1) for bias in biases])
-            rule = dataclasses.replace(rule, bias_X=flat_X)
-        if c.qk_norm:
-            norms_2K = jnp.stack([self.q_norm_K[...], self.k_norm_K[...]])
-            rule = dataclasses.replace(rule, norms_2K=norms_2K)
+        bias_X, norms_2K = (getattr(self, name, None) for name in _JOINED_VECTORS)
+        rule = HeadRule(
+            c.heads,
+            None if bias_X is None else bias_X[...],
+            None if norms_2K is None else norms_2K[...],
+            c.norm_eps,
+        )
         out_SX, keys, values = decode_attention(
             product_SX, rule, rope, *layer, start_S, interpret=jax.default_backend() == "cpu"
         )
         return self._finish(x_SD, out_SX), (keys, values)
+
+    def join(self) -> None:
+        """Lays the weights out for `decode`: what is read together as one array."""
+        c = self.config
+        if c.lora is None:  # adapters stand beside each matrix of its own
+            for targets, name in _JOINED.items():
+                parts = [getattr(self, _matrix(target))[...] for target in targets]
+                flat = [part.reshape(len(part), -1).astype(c.dtype) for part in parts]
+                setattr(self, name, nnx.Param(jnp.concatenate(flat, axis=1)))
+        bias, norms = _JOINED_VECTORS
+        if c.qkv_bias:
+            biases = (self.q_bias_HK, self.k_bias_JK, self.v_bias_JK)
+            flat_X = jnp.concatenate([x[...].reshape(-1) for x in biases])
+            setattr(self, bias, nnx.Param(flat_X))
+        if c.qk_norm:
+            setattr(self, norms, nnx.Param(jnp.stack([self.q_norm_K[...], self.k_norm_K[...]])))
 
     def _finish(self, x: jax.Array, out: jax.Array) -> jax.Array:
         """The residual [..., D] after attention's output [..., H K] and the feed-forward."""
@@ -219,7 +235,7 @@ class Block(nnx.Module):
         return y_NY + low_NA @ b.reshape(c.lora.rank, -1)
 
     def _project_all(self, x: jax.Array, targets: tuple[str, ...]) -> list[jax.Array]:
-        """`_project` for several matrices of one input, joined where `unstack` did so."""
+        """`_project` for several matrices of one input, joined where `join` did so."""
         weight = getattr(self, _JOINED[targets], None)
         if weight is None:
             return [self._project(x, target) for target in targets]
@@ -348,12 +364,9 @@ class Policy(nnx.Module):
             nnx.merge(block_def, jax.tree.map(lambda a, i=i: a[i], stacked))
             for i in range(self.config.layers)
         ]
-        if self.config.decoding == "pallas" and self.config.lora is None:
+        if self.config.decoding == "pallas":
             for block in blocks:
-                for targets, name in _JOINED.items():
-                    parts = [getattr(block, _matrix(target))[...] for target in targets]
-                    flat = [part.reshape(len(part), -1).astype(self.config.dtype) for part in parts]
-                    setattr(block, name, nnx.Param(jnp.concatenate(flat, axis=1)))
+                block.join()
         return blocks
 
     def extend(
