@@ -18,8 +18,11 @@ TAGS = [f"<{slash}{tag}>" for tag in _TAG_NAMES for slash in ("", "/")]
 
 
 @functools.cache
-def tokenizer(tags_as_tokens: bool = True) -> transformers.PreTrainedTokenizerFast:
-    """A byte-level BPE with few merges; with the tags as single tokens, or split into several."""
+def tokenizer(
+    tags_as_tokens: bool = True, more: tuple[str, ...] = (), special: tuple[str, ...] = ()
+) -> transformers.PreTrainedTokenizerFast:
+    """A byte-level BPE with few merges; with the tags as single tokens, or split into several;
+    with more tokens, and special ones."""
     model = tokenizers.Tokenizer(tokenizers.models.BPE())
     model.normalizer = tokenizers.normalizers.NFC()
     model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -34,6 +37,8 @@ def tokenizer(tags_as_tokens: bool = True) -> transformers.PreTrainedTokenizerFa
     model.train_from_iterator([text] * 9, trainer)
     if tags_as_tokens:
         model.add_tokens([tokenizers.AddedToken(t, normalized=False) for t in TAGS])
+    model.add_tokens([tokenizers.AddedToken(t, normalized=False) for t in more])
+    model.add_special_tokens([tokenizers.AddedToken(t, special=True) for t in special])
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=model, eos_token="<|endoftext|>", pad_token="<|endoftext|>"
     )
@@ -99,18 +104,21 @@ def target_log_probs(config, params, item, length):
     return np.array([rows[t - 1, item.ids[t]] for t in item.targets])
 
 
-def search_world():
+TAG_LIKES = {"<search>": 1.3, "</search>": 1.0, "<answer>": 1.1, "</answer>": 1.0}
+
+
+def search_world(likes=TAG_LIKES, more=(), special=()):
     """A random policy that likes tags, and a handful of passages:
     (tokenizer, config, params, titles, texts)."""
-    words = tokenizer()
+    words = tokenizer(more=tuple(more), special=tuple(special))
     config = shape(len(words))
     params = random_params(config, seed=3)
     # A random policy almost never writes a tag: give every state a constant part (feature 0) and
     # the head a preference of the tags for it.
-    tags = words.convert_tokens_to_ids(["<search>", "</search>", "<answer>", "</answer>"])
+    tags = words.convert_tokens_to_ids(list(likes))
     embed, head = np.array(params["embed_VD"]), np.array(params["head_DV"])
     embed[:, 0] = 1.0
-    head[0, tags] = [1.3, 1.0, 1.1, 1.0]
+    head[0, tags] = list(likes.values())
     params |= {"embed_VD": jnp.asarray(embed), "head_DV": jnp.asarray(head)}
     titles = ["ab", "cd", "ef", "gh", "ij"]
     texts = ["x y z", "one two", "a longer text about cd and ef", "q", "see ab"]

@@ -288,8 +288,8 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
         length_B = np.array([min(len(q), query_BQ.shape[1]) for q in questions], np.int32)
         for row, ids, n in zip(query_BQ, questions, length_B, strict=True):
             row[:n] = ids[:n]
-        rows_BR, _ = jax.device_get(search(query_BQ, length_B))
-        shown = [[atlas.passages[r] for r in rows] for rows in rows_BR.tolist()]
+        rows_B1R, _ = jax.device_get(search(query_BQ[:, None], length_B[:, None]))
+        shown = [[atlas.passages[r] for r in rows] for rows in rows_B1R[:, 0].tolist()]
         return [solver_sampler.protocol.show([(p.title, p.text) for p in row]) for row in shown]
 
     def proposer_phase(phase: assembly.Phase, bar: Any) -> None:

@@ -76,6 +76,16 @@ def token_bytes(tokenizer) -> list[bytes | None]:
     return out
 
 
+def token_text(tokens: list[bytes | None], vocab: int) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes of every token [V, W], zeros behind, and how many [V]."""
+    length_V = np.array([len(t or b"") for t in tokens] + [0] * (vocab - len(tokens)), np.int32)
+    byte_VW = np.zeros((vocab, int(length_V.max(initial=1))), np.uint8)
+    for i, t in enumerate(tokens):
+        if t:
+            byte_VW[i, : len(t)] = np.frombuffer(t, np.uint8)
+    return byte_VW, length_V
+
+
 def read_text(tokens: list[bytes | None], ids: Sequence[int]) -> str:
     """What a policy wrote, as `Protocol.queries` takes it: a special token as "\\0", and bytes that
     are no text as U+FFFD."""
@@ -104,12 +114,8 @@ def build_stop_table(
     vocab = max(vocab_size, len(tokens))
     step_X256, open_kind_X, close_kind_X = _aho_corasick(opening, closing)
     states = len(step_X256)
-    length_V = np.array([len(t or b"") for t in tokens] + [0] * (vocab - len(tokens)), np.int32)
-    longest = int(length_V.max(initial=1))
-    byte_VW = np.zeros((vocab, longest), np.uint8)
-    for i, t in enumerate(tokens):
-        if t:
-            byte_VW[i, : len(t)] = np.frombuffer(t, np.uint8)
+    byte_VW, length_V = token_text(tokens, vocab)
+    longest = byte_VW.shape[1]
     close_length = np.array([0] + [len(t) for t in closing], np.int32)
 
     state = np.repeat(np.arange(states, dtype=np.int32)[:, None], vocab, axis=1)
