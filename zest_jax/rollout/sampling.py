@@ -79,21 +79,49 @@ def sample(
     """
     greedy = draws.temperature <= 0
     scaled_SV = logits_SV / jnp.where(greedy, 1.0, draws.temperature)
-    logp_SV = jax.nn.log_softmax(scaled_SV, axis=-1)
-    weight_SV = jnp.exp(logp_SV)
-    if not truncation.keeps_all:
-        weight_SV = truncate(weight_SV, truncation)
 
     def uniform(episode: jax.Array, position: jax.Array) -> jax.Array:
         key = jax.random.fold_in(jax.random.fold_in(draws.key, episode), position)
         return jax.random.uniform(key)
 
-    drawn_S, mass_S = invert(weight_SV, jax.vmap(uniform)(episode_S, position_S))
+    u_S = jax.vmap(uniform)(episode_S, position_S)
+    if truncation.keeps_all:
+        token_S, logp_S = _draw_any(scaled_SV, u_S, greedy)
+        return token_S, logp_S, logp_S
+    logp_SV = jax.nn.log_softmax(scaled_SV, axis=-1)
+    drawn_S, mass_S = invert(truncate(jnp.exp(logp_SV), truncation), u_S)
     token_S = jnp.where(greedy, jnp.argmax(logits_SV, axis=-1), drawn_S).astype(jnp.int32)
     logp_S = jnp.take_along_axis(logp_SV, token_S[:, None], axis=1)[:, 0]
-    if truncation.keeps_all:
-        return token_S, logp_S, logp_S
     return token_S, logp_S, jnp.where(greedy, logp_S, logp_S - jnp.log(mass_S))
+
+
+def _draw_any(
+    scaled_SV: jax.Array, u_S: jax.Array, greedy: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """A token of the whole softmax, or the most probable, and its log-probability.
+
+    The logits are read for their highest value and their mass by block; all else is about one
+    number a block, and then about one block.
+    """
+    S, V = scaled_SV.shape
+    W = next((w for w in range(_BLOCK, _BLOCK // 8, -1) if V % w == 0), min(V, _BLOCK))
+    blocks = -(-V // W)
+    padding = ((0, 0), (0, blocks * W - V))
+    scaled_SBW = jnp.pad(scaled_SV, padding, constant_values=-jnp.inf).reshape(S, blocks, W)
+    high_SB = jnp.max(scaled_SBW, axis=2)
+    high_S = jnp.max(high_SB, axis=1)
+    sum_SB = jnp.sum(jnp.exp(scaled_SBW - high_S[:, None, None]), axis=2)
+    block_S, before_S, whole_S = _pick(sum_SB, u_S)
+    block_S = jnp.where(greedy, jnp.argmax(high_SB, axis=1), block_S)
+    at_SW = block_S[:, None] * W + jnp.arange(W)
+    row_SW = jnp.take_along_axis(scaled_SV, jnp.minimum(at_SW, V - 1), axis=1)
+    row_SW = jnp.where(at_SW < V, row_SW, -jnp.inf)
+    weight_SW = jnp.exp(row_SW - high_S[:, None])
+    drawn_S = _first_above(jnp.cumsum(weight_SW, axis=1), weight_SW, u_S * whole_S - before_S)
+    place_S = jnp.where(greedy, jnp.argmax(row_SW, axis=1), drawn_S)
+    picked_S = jnp.take_along_axis(row_SW, place_S[:, None], axis=1)[:, 0]
+    token_S = (block_S * W + place_S).astype(jnp.int32)
+    return token_S, picked_S - high_S - jnp.log(whole_S)
 
 
 def truncate(probability_SV: jax.Array, truncation: Truncation) -> jax.Array:
@@ -150,15 +178,20 @@ def invert(weight_SV: jax.Array, u_S: jax.Array) -> tuple[jax.Array, jax.Array]:
     S, V = weight_SV.shape
     blocks = -(-V // _BLOCK)
     weight_SBW = jnp.pad(weight_SV, ((0, 0), (0, blocks * _BLOCK - V))).reshape(S, blocks, _BLOCK)
-    sum_SB = jnp.sum(weight_SBW, axis=2)
-    end_SB = jnp.cumsum(sum_SB, axis=1)
-    whole_S = end_SB[:, -1]
-    target_S = u_S * whole_S
-    block_S = _first_above(end_SB, sum_SB, target_S)
-    before_S = jnp.take_along_axis(end_SB - sum_SB, block_S[:, None], axis=1)[:, 0]
+    block_S, before_S, whole_S = _pick(jnp.sum(weight_SBW, axis=2), u_S)
     weight_SW = jnp.take_along_axis(weight_SBW, block_S[:, None, None], axis=1)[:, 0]
     end_SW = jnp.cumsum(weight_SW, axis=1)
-    return block_S * _BLOCK + _first_above(end_SW, weight_SW, target_S - before_S), whole_S
+    return block_S * _BLOCK + _first_above(end_SW, weight_SW, u_S * whole_S - before_S), whole_S
+
+
+def _pick(sum_SB: jax.Array, u_S: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The block in which the cumulated weight exceeds u times the whole, the weight before it, and
+    the whole, [S] each."""
+    end_SB = jnp.cumsum(sum_SB, axis=1)
+    whole_S = end_SB[:, -1]
+    block_S = _first_above(end_SB, sum_SB, u_S * whole_S)
+    before_S = jnp.take_along_axis(end_SB - sum_SB, block_S[:, None], axis=1)[:, 0]
+    return block_S, before_S, whole_S
 
 
 def _first_above(end_SX: jax.Array, weight_SX: jax.Array, target_S: jax.Array) -> jax.Array:
