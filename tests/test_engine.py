@@ -9,10 +9,42 @@ import tiny
 from reference_rollout import reference_episode
 
 from zest_jax.rollout.protocols import PLAIN_SEARCH
+from zest_jax.rollout.protocols.dr_zero import SOLVER as DR_ZERO_SOLVER
 from zest_jax.rollout.state import RolloutSpec
 from zest_jax.rollout.stops import token_bytes
+from zest_jax.rollout.trajectories import Finish
 
 CORRECTING = dataclasses.replace(PLAIN_SEARCH, name="correcting", correction=" no!")
+
+# A protocol of turns and calls, with texts so short that a tiny policy gets through several turns.
+TURNS = ("<|im_start|>", "<|im_end|>")
+CALLING = dataclasses.replace(
+    DR_ZERO_SOLVER,
+    name="calling",
+    most_queries=2,
+    observation="<|im_end|>{passages}<|im_start|>",
+    between_results="|",
+    passage="{title}:{text}",
+    between_passages=";",
+    correction="<|im_end|> no!<|im_start|>",
+)
+CALL, LIST = (
+    '{"name": "search", "arguments": {"query',
+    '{"name": "search", "arguments": {"query_list',
+)
+WRITES = {
+    f'<tool_call>{CALL}": "ab"}}}}</tool_call>': 1.9,  # tags, call and query in one token
+    f'<tool_call>{LIST}": ["ab", "': 1.4,
+    f'<tool_call>{LIST}": ["a': 1.2,
+    f'<tool_call>{LIST}": ["cd", "ef", "gh': 1.2,
+    '", "b': 0.9,
+    'c"]}}</tool_call>': 1.4,
+    '"]}}</tool': 1.2,
+    "_call>": 1.2,
+    "<answer>ab</answer>": 1.6,
+    "</answer>": 1.1,
+    "<|im_end|>": 0.7,
+}
 
 
 @pytest.fixture(scope="module")
@@ -20,62 +52,98 @@ def world():
     return tiny.search_world()
 
 
-@pytest.mark.parametrize("protocol", [PLAIN_SEARCH, CORRECTING], ids=lambda p: p.name)
-@pytest.mark.parametrize(("slots", "wait"), [(8, 1.0), (3, 0.4)])
-def test_the_compiled_rollout_writes_the_same_ids_as_a_python_loop(world, protocol, slots, wait):
-    tokenizer, _, params, _, _ = world
-    spec = RolloutSpec(
-        slots=slots,
+@pytest.fixture(scope="module")
+def calling_world():
+    return tiny.search_world(WRITES, [t for t in WRITES if t not in (*tiny.TAGS, *TURNS)], TURNS)
+
+
+def spec_of(**sizes):
+    return RolloutSpec(
         prompt_length=8,
         action_length=12,
         observation_length=80,
         searches=2,
         query_length=6,
-        wait_fraction=wait,
+        **sizes,
     )
-    prompts = [[5 + i, 9, 11 + 2 * i][: 1 + i % 3] for i in range(12)]
-    engine, retriever, draws, got, _ = tiny.roll_out(
-        world, protocol, spec, prompts, temperature=1.0
-    )
-    as_bytes = token_bytes(tokenizer)
 
-    def retrieve(query):
-        padded = np.zeros((1, 1, spec.query_length), np.int32)
-        padded[0, 0, : len(query)] = query
-        rows, _ = retriever.search(padded, np.array([[len(query)]]))
-        heads, tail = "<information>", "</information>"
-        shown = heads + "".join(
-            protocol.passage.format(title=world[3][r], text=world[4][r])
-            for r in np.asarray(rows)[0, 0]
-        )
-        return tokenizer(shown + tail, add_special_tokens=False)["input_ids"]
+
+def compare(world, protocol, spec, prompts, **fields):
+    """The compiled episodes, each the same as the Python loop's."""
+    tokenizer, _, params, titles, texts = world
+    engine, retriever, draws, got, _ = tiny.roll_out(
+        world, protocol, spec, prompts, temperature=1.0, **fields
+    )
+
+    def encode(text):
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def retrieve(queries):
+        padded = np.zeros((1, spec.queries, spec.query_length), np.int32)
+        length = np.zeros((1, spec.queries), np.int32)
+        for u, query in enumerate(queries):
+            padded[0, u, : len(query)], length[0, u] = query, len(query)
+        rows = np.asarray(retriever.search(padded, length)[0])[0, : len(queries)]
+        # Every piece is tokenised apart; written anew here, from the protocol's texts.
+        before, after = protocol.observation.split("{passages}")
+        ids = []
+        for u, found in enumerate(rows):
+            ids += encode(before if u == 0 else protocol.between_results)
+            for r, row in enumerate(found):
+                ids += encode(protocol.between_passages) if r and protocol.between_passages else []
+                ids += encode(protocol.passage.format(title=titles[row], text=texts[row]))
+        return ids + encode(after)
 
     reference = functools.partial(
         reference_episode,
         engine,
         params,
         tokenizer,
-        as_bytes,
+        token_bytes(tokenizer),
         retrieve,
         key=draws.key,
         temperature=1.0,
     )
-    finishes = []
     for n, prompt in enumerate(prompts):
-        ids, mask, logps, finish, searches, queries = reference(prompt=prompt, episode=n)
-        assert got.length_N[n] == len(ids)
-        assert got.ids_NL[n, : len(ids)].tolist() == ids
-        assert got.mask_NL[n, : len(ids)].tolist() == mask
-        assert not got.mask_NL[n, len(ids) :].any()
-        np.testing.assert_allclose(got.logp_NL[n, : len(ids)], logps, atol=2e-4)
-        assert got.finish_N[n] == finish
-        assert got.searches_N[n] == searches
-        for t, query in enumerate(queries):
-            begin, end = got.queries_NTU2[n, t, 0]
-            assert got.ids_NL[n, begin:end].tolist() == query
-        finishes.append(finish)
-    assert len(set(finishes)) > 1, "the draws should cover several ends"
+        want = reference(prompt=prompt, episode=n)
+        length = len(want.ids)
+        assert got.length_N[n] == length
+        assert got.ids_NL[n, :length].tolist() == want.ids
+        assert got.mask_NL[n, :length].tolist() == want.mask
+        assert got.role_NL[n, :length].tolist() == want.roles
+        assert not got.mask_NL[n, length:].any() and not got.role_NL[n, length:].any()
+        np.testing.assert_allclose(got.logp_NL[n, :length], want.logps, atol=2e-4)
+        assert got.finish_N[n] == want.finish
+        assert got.searches_N[n] == len(want.queries)
+        assert got.duplicates_N[n] == want.duplicates
+        assert got.corrections_N[n] == want.corrections
+        for t, asked in enumerate(want.queries):
+            assert got.asked_NT[n, t] == len(asked)
+            for (begin, end), query in zip(got.queries_NTU2[n, t], asked, strict=False):
+                assert got.ids_NL[n, begin:end].tolist()[: spec.query_length] == query
+    return got
+
+
+@pytest.mark.parametrize("protocol", [PLAIN_SEARCH, CORRECTING], ids=lambda p: p.name)
+@pytest.mark.parametrize(("slots", "wait"), [(8, 1.0), (3, 0.4)])
+def test_the_compiled_rollout_writes_the_same_ids_as_a_python_loop(world, protocol, slots, wait):
+    prompts = [[5 + i, 9, 11 + 2 * i][: 1 + i % 3] for i in range(12)]
+    got = compare(world, protocol, spec_of(slots=slots, wait_fraction=wait), prompts)
+    assert len(set(got.finish_N.tolist())) > 1, "the draws should cover several ends"
     assert got.searches_N.sum() > 0
+
+
+def test_calls_with_several_queries_as_in_a_python_loop(calling_world):
+    """In turns of a chat, with corrections, within a length in all; tokens across all borders."""
+    spec = spec_of(slots=6, wait_fraction=0.5, queries=2, response_length=28)
+    prompts = [[5 + i, 9, 11 + 2 * i][: 1 + i % 3] for i in range(20)]
+    got = compare(calling_world, CALLING, spec, prompts, top_k=1)
+    assert (got.asked_NT == 2).any() and (got.asked_NT == 1).any()
+    assert got.corrections_N.any() and got.duplicates_N.any()
+    assert {Finish.ANSWERED, Finish.TOO_LONG} < set(got.finish_N.tolist())
+    assert (got.length_N - got.prompt_length_N).max() <= 28
+    rows = got.rows_NTUR[got.asked_NT == 1]
+    assert (rows[:, 1] == -1).all() and (rows[:, 0] >= 0).any()
 
 
 def test_greedy_takes_the_most_probable_token_and_ignores_the_key(world):
