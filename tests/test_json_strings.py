@@ -234,6 +234,7 @@ def test_the_device_reads_what_the_host_reads(several):
         ('{"name": "search", "arguments": {"query": "a", "x": NaN}}', None),
         ('{"name": "search", "arguments": {"query": "a", "x": 01}}', None),
         ('{"name": "search", "arguments": {"query": "a\nb"}}', None),
+        ('{"name": "search", "arguments": {"query": "a\x1fb"}}', None),
         ('{"name": "search", "arguments": {"query": "a"}} {}', None),
         ("", None),
         ("search for it", None),

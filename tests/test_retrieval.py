@@ -232,6 +232,23 @@ def test_what_the_rollout_shows_is_what_the_protocol_says(protocol):
             assert protocol.show_results(results) == protocol.show(results[0])
 
 
+def test_a_special_token_spelled_out_in_a_passage_is_text():
+    words = tiny.tokenizer()
+    retriever = Retriever.build(
+        words,
+        ["ab"],
+        ["c<|endoftext|>d"],
+        layout=PLAIN_SEARCH.layout,
+        retrieved=1,
+        observation_length=60,
+    )
+    ids, length = retriever.observe(np.zeros((1, 1, 1), int))
+    shown = ids[0, : int(length[0])].tolist()
+    assert words.eos_token_id not in shown
+    assert words.decode(shown) == "<information> ab: c<|endoftext|>d</information>"
+    assert words("<|endoftext|>")["input_ids"] == [words.eos_token_id], "and it stays one elsewhere"
+
+
 def test_a_table_of_a_real_vocabulary_squared_is_refused():
     with pytest.raises(UserError, match=r"151,936 tokens, a table of 86 GiB; set retrieval.dim"):
         BagEncoder.fit([[1, 2]], 151_936)

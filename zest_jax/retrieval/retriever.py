@@ -62,8 +62,10 @@ class Retriever:
           vocab_size: rows of the policy's head, where more than the tokenizer's.
         """
 
-        def ids(items: list[str]) -> list[list[int]]:
-            return tokenizer(items, add_special_tokens=False)["input_ids"] if items else []
+        def ids(items: list[str], **more: bool) -> list[list[int]]:
+            if not items:
+                return []
+            return tokenizer(items, add_special_tokens=False, **more)["input_ids"]
 
         title_ids = ids([" " + t for t in titles])
         text_ids = ids([" " + t for t in texts])
@@ -76,7 +78,9 @@ class Retriever:
         )
         shown = [layout.write(t, x) for t, x in zip(titles, texts, strict=True)]
         frame = layout.frame(ids, queries, retrieved)
-        store = PassageStore.build(ids(shown), frame, observation_length)
+        # A passage that spells out a special token must not end the turn that shows it.
+        shown_ids = ids(shown, split_special_tokens=True)
+        store = PassageStore.build(shown_ids, frame, observation_length)
         return cls(encoder, encoder.encode_passages(title_ids, text_ids), store, retrieved)
 
     def search(self, query_SUQ: jax.Array, length_SU: jax.Array) -> tuple[jax.Array, jax.Array]:

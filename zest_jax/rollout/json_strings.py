@@ -235,7 +235,7 @@ def read_calls(
         in_arguments = (r.key & _ARGUMENT) > 0
         of_query = in_arguments & ((r.inner_key & _QUERY) > 0)
         at_query = of_query & (r.depth == 2) & object_
-        in_list = of_query & (r.depth == 3) & ~object_ & ((r.stack & 2) > 0)
+        in_list = of_query & (r.depth == 3) & ~object_
 
         named = does == _CLOSE_KEY
         outer, inner = named & (r.depth == 1), named & (r.depth == 2) & in_arguments
