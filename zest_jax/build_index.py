@@ -4,6 +4,12 @@
     python -m zest_jax.build_index --corpus=wiki-18.jsonl.gz --encoder=bm25 --index=wiki-18-bm25
     python -m zest_jax.build_index --index=wiki-18 --tokenizer=my-policy --protocol=search_r1
 
+    python -m zest_jax.build_index --index=wiki-18 --kind=partitioned --reorder_type=int8
+
+--kind says how vectors are searched: exact, scann (the package, on the host) or partitioned (the
+same method on the device). An index of vectors can be made one of another kind at any time; its
+settings bear the names of ScaNN's builder; those not given are what its authors advise.
+
 Killed at any moment, the same command goes on where it stopped and repeats no finished shard.
 
 --vectors=FILE takes vectors computed elsewhere with --encoder: a .npy file, or a FAISS flat index
@@ -17,6 +23,7 @@ Search-R1 hold them; --form=plain leaves the quotes out.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import shutil
 import sys
 from collections.abc import Iterator
@@ -49,6 +56,7 @@ from zest_jax.retrieval.storage import held, list_files, read_json, sweep, write
 
 BM25 = "bm25"
 FORMS = ("contents", "plain")
+VECTOR_KINDS = ("exact", "scann", "partitioned")
 _SAMPLE = 64  # passages encoded again to check vectors from elsewhere
 _MEGABYTE = 1_000_000
 
@@ -326,6 +334,40 @@ def build_bm25(values: flags.FlagValues, folder: Path, progress: Progress) -> No
     progress.say(f"{folder}: {len(passages):,} passages, by their words.")
 
 
+def set_kind(values: flags.FlagValues, folder: Path, progress: Progress) -> None:
+    """Makes an index of vectors one of the kind asked for."""
+    from zest_jax.retrieval import open_index
+    from zest_jax.retrieval.partitioned import PartitionSettings
+    from zest_jax.retrieval.scann_index import ScannSettings
+
+    manifest = index_files.read_manifest(folder)
+    if manifest.kind == BM25:
+        raise UserError(f"{folder} is an index of words: --kind={values.kind} needs vectors.")
+    if values.kind == "exact":
+        if manifest.kind != "exact":
+            open_index.make_exact(folder)
+        return
+    scann = values.kind == "scann"
+    given = {flag: getattr(values, flag) for flag in SEARCH_FLAGS}
+    given = {SEARCH_FLAGS[flag]: value for flag, value in given.items() if value is not None}
+    if scann and {"reorder_type", "spherical"} & given.keys():
+        raise UserError("--reorder_type and --spherical are for --kind=partitioned.")
+    kind = ScannSettings if scann else PartitionSettings
+    settings = dataclasses.replace(kind.for_size(manifest.passages), **given)
+    if settings.num_leaves and "num_leaves" in given and "num_leaves_to_search" not in given:
+        visited = max(1, settings.num_leaves // 10)
+        settings = dataclasses.replace(settings, num_leaves_to_search=visited)
+    settings.check(manifest.passages)
+    with progress.phase(f"building the {values.kind} index", manifest.passages) as bar:
+        if isinstance(settings, PartitionSettings):
+            open_index.add_partitioned(folder, settings, bar.advance)
+        else:
+            open_index.add_scann(folder, settings)
+            bar.advance(manifest.passages)
+    told = ", ".join(f"{k}={v}" for k, v in dataclasses.asdict(settings).items())
+    progress.say(f"{folder}: {values.kind}, {told}.")
+
+
 def add_tokens(values: flags.FlagValues, folder: Path, progress: Progress) -> None:
     """The passages as token ids of a policy."""
     from zest_jax.assembly import protocol
@@ -372,13 +414,31 @@ def _corpus_name(values: flags.FlagValues, finished: Manifest | None) -> str:
 
 # --------------------------------------------------------------------------------------- program
 
+# Flags of ScaNN's builder, and the fields of the settings that they set.
+SEARCH_FLAGS = {
+    "num_leaves": "num_leaves",
+    "num_leaves_to_search": "num_leaves_to_search",
+    "training_sample_size": "training_sample_size",
+    "dimensions_per_block": "dimensions_per_block",
+    "anisotropic_quantization_threshold": "anisotropic_quantization_threshold",
+    "reordering_num_neighbors": "reorder",
+    "soar_lambda": "soar_lambda",
+    "spherical": "spherical",
+    "reorder_type": "reorder_type",
+}
+
 
 def main(config: Any, workdir: str | None, values: flags.FlagValues) -> None:
     if config is not None or workdir:
         raise UserError("an index has no config and no workdir; say where it goes with --index.")
     if not values.index:
         raise UserError("no index is given; say which folder to write: --index=wiki-18.")
-    if not values.encoder and not values.tokenizer:
+    if values.encoder == BM25 and values.kind:
+        raise UserError("--encoder=bm25 takes no --kind: it makes no vectors.")
+    chosen = [flag for flag in SEARCH_FLAGS if getattr(values, flag) is not None]
+    if chosen and values.kind not in ("scann", "partitioned"):
+        raise UserError(f"--{chosen[0]} needs --kind=scann or --kind=partitioned.")
+    if not values.encoder and not values.tokenizer and not values.kind:
         raise UserError(
             "no encoder is given; say a folder, a hub id or bm25 (--encoder=intfloat/e5-base-v2)."
         )
@@ -398,6 +458,9 @@ def main(config: Any, workdir: str | None, values: flags.FlagValues) -> None:
             build(values, folder, progress)
         if values.tokenizer:
             add_tokens(values, folder, progress)
+    if values.kind:
+        with Progress() as progress:  # the functions of open_index hold the folder themselves
+            set_kind(values, folder, progress)
 
 
 def define(values: flags.FlagValues) -> None:
@@ -425,6 +488,25 @@ def define(values: flags.FlagValues) -> None:
         ("max_malformed", 100, "malformed lines before the corpus is refused"),
     ):
         flags.DEFINE_integer(name, default, help, flag_values=values)
+    flags.DEFINE_enum("kind", None, VECTOR_KINDS, "how vectors are searched", values)
+    for name, help in (
+        ("num_leaves", "leaves of the tree; 0 for none"),
+        ("num_leaves_to_search", "leaves that a query visits"),
+        ("training_sample_size", "vectors that tree and codes are trained on"),
+        ("dimensions_per_block", "components that share a 4-bit code; 0 for brute force"),
+        ("reordering_num_neighbors", "candidates that are scored again; 0 for none"),
+    ):
+        flags.DEFINE_integer(name, None, f"ScaNN's: {help}", 0, flag_values=values)
+    for name, help in (
+        ("anisotropic_quantization_threshold", "weight of errors along a vector"),
+        ("soar_lambda", "weight of the second assignment; one assignment if not given"),
+    ):
+        flags.DEFINE_float(name, None, f"ScaNN's: {help}", flag_values=values)
+    flags.DEFINE_bool("spherical", None, "partitioned: centres of length 1", flag_values=values)
+    flags.DEFINE_enum(
+        "reorder_type", None, ("bfloat16", "int8", "int4"),
+        "partitioned: what candidates are scored again with", values,
+    )  # fmt: skip
     flags.DEFINE_float(
         "max_malformed_share", 0.01, "share of malformed lines, likewise", flag_values=values
     )

@@ -18,7 +18,7 @@ import numpy as np
 
 from zest_jax.errors import UserError
 from zest_jax.models import Encoder, load_encoder
-from zest_jax.retrieval import bm25, scann_index
+from zest_jax.retrieval import bm25, partitioned_build, scann_index
 from zest_jax.retrieval.bm25 import BM25Retriever
 from zest_jax.retrieval.index_files import (
     IndexFolder,
@@ -36,13 +36,15 @@ from zest_jax.retrieval.interface import (
     TextRetriever,
     read_passages,
 )
+from zest_jax.retrieval.partitioned import PartitionSettings
 from zest_jax.retrieval.remote import RemoteRetriever
 from zest_jax.retrieval.scann_index import ExactIndex, ScannIndex, ScannSettings
-from zest_jax.retrieval.storage import held
+from zest_jax.retrieval.storage import check_files, held
 
 # Folders within an index that hold what only one kind has.
 BM25_FOLDER = "bm25"
 SCANN_FOLDER = "scann"
+PARTITIONED_FOLDER = "partitioned"
 
 
 class QueryEncoder(Protocol):
@@ -59,7 +61,7 @@ class QueryEncoder(Protocol):
 
 
 class VectorIndex(Protocol):
-    """What finds the rows of near vectors: `ExactIndex`, `ScannIndex`."""
+    """What finds the rows of near vectors: `ExactIndex`, `ScannIndex`, `PartitionedIndex`."""
 
     @property
     def size(self) -> int:
@@ -130,12 +132,17 @@ def open_index(
     manifest, passages = index.manifest, index.passages()
     if manifest.kind == "bm25":
         return bm25.open_bm25(index.folder / BM25_FOLDER, passages)
-    if manifest.kind not in ("exact", "scann"):
+    if manifest.kind not in ("exact", "scann", "partitioned"):
         raise UserError(
-            f"{folder} is an index of kind {manifest.kind}, which is not opened here yet; kinds "
-            "that are: bm25, exact, scann."
+            f"{folder} is an index of kind {manifest.kind}, which is not opened here; kinds that "
+            "are: bm25, exact, scann, partitioned."
         )
     found = _encoder(index.folder, manifest, encoder, dtype)
+    if manifest.kind == "partitioned":
+        own = [e for e in manifest.files if e.file.startswith(f"{PARTITIONED_FOLDER}/")]
+        check_files(index.folder, own, content=check)
+        built = partitioned_build.load(index.folder / PARTITIONED_FOLDER)
+        return VectorRetriever(found, built, passages)
     if manifest.kind == "scann" and scann_index.import_scann() is not None:
         return VectorRetriever(found, scann_index.load(index.folder / SCANN_FOLDER), passages)
     if manifest.kind == "scann":
@@ -164,16 +171,59 @@ def add_scann(folder: str | Path, settings: ScannSettings | None = None) -> Mani
         built = scann_index.build(vector_NE, settings)
         assert isinstance(built, ScannIndex)
         del vector_NE
+        make_exact(folder)
         target = index.folder / SCANN_FOLDER
-        if target.exists():
-            # No index of ScaNN's any more, should what follows not come to its end.
-            kept = tuple(e for e in index.manifest.files if SCANN_FOLDER not in Path(e.file).parts)
-            write_manifest(folder, dataclasses.replace(index.manifest, kind="exact", files=kept))
-            shutil.rmtree(target)
         built.save(target)
         names = sorted(f"{SCANN_FOLDER}/{path.name}" for path in target.iterdir())
-        told = {**index.manifest.settings, "scann": dataclasses.asdict(built.settings)}
+        told = {**_common(index.manifest), "scann": dataclasses.asdict(built.settings)}
         return add_files(folder, names, kind="scann", settings=told)
+
+
+def add_partitioned(
+    folder: str | Path, settings: PartitionSettings | None = None, tell: Any = None
+) -> Manifest:
+    """Makes an index of vectors a partitioned one (`partitioned.py`); its vectors stay.
+
+    Args:
+      folder: an index of kind exact, scann, or partitioned to be built anew.
+      settings: None for the advised ones.
+      tell: called with the number of vectors coded since the last call.
+
+    Raises:
+      UserError: an index without vectors, or settings that do not fit.
+    """
+    with held(Path(folder)):
+        index = IndexFolder(folder)
+        built = partitioned_build.build(index.vectors(), settings, tell)
+        make_exact(folder)
+        names = partitioned_build.save(built, index.folder / PARTITIONED_FOLDER)
+        told = {**_common(index.manifest), "partitioned": dataclasses.asdict(built.settings)}
+        names = [f"{PARTITIONED_FOLDER}/{name}" for name in names]
+        return add_files(folder, names, kind="partitioned", settings=told)
+
+
+def make_exact(folder: str | Path) -> Manifest:
+    """Makes an index of vectors one of kind exact again, and removes what other kinds added.
+
+    The manifest comes first: a process killed in between leaves an exact index.
+    """
+    index = IndexFolder(folder)
+    index.vectors()
+    own = (SCANN_FOLDER, PARTITIONED_FOLDER)
+    kept = tuple(e for e in index.manifest.files if Path(e.file).parts[0] not in own)
+    manifest = dataclasses.replace(
+        index.manifest, kind="exact", files=kept, settings=_common(index.manifest)
+    )
+    write_manifest(folder, manifest)
+    for name in own:
+        if (index.folder / name).exists():
+            shutil.rmtree(index.folder / name)
+    return manifest
+
+
+def _common(manifest: Manifest) -> dict[str, Any]:
+    """What settings say of the vectors, whatever searches them."""
+    return {k: v for k, v in manifest.settings.items() if k not in ("scann", "partitioned")}
 
 
 def on_device(vectors: StoredVectors, *, check: bool = True) -> ExactIndex:

@@ -1,0 +1,244 @@
+"""Nearest vectors: exact search, the partitioned index, and the package scann beside them.
+
+    python -m benchmarks.retrieval --vectors=1000000,10000000,21015324 --dimension=768   on one GPU
+    python -m benchmarks.retrieval                        100,000 x 384, as for a CPU
+    python -m benchmarks.retrieval --file=vectors.npy     real embeddings (the first 1,024 are queries)
+
+Synthetic vectors are a mixture of N / 50 Gaussians: a centre with components N(0, 1), and around it
+0.7 N(0, 1) in every component, brought to length 1. Queries are vectors of the corpus with noise of
+a quarter of their length. Vectors without clusters would be hopeless for any tree, and no text
+encoder makes such.
+
+Recall is against exact search in float32. Bytes are those of all arrays per vector.
+"""
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks import harness
+
+COLUMNS = (
+    *("engine", "vectors", "batch", "leaves", "searched", "recall@10", "recall@3", "median_ms"),
+    *("queries_per_s", "bytes_per_vector", "build_s", "failed"),
+)
+ENGINES = (
+    *("exact float32", "exact bfloat16", "exact int8", "partitioned bfloat16", "partitioned int8"),
+    *("partitioned int4", "scann"),
+)
+TOP_K = 10
+_PART = 65_536  # vectors made at a time
+
+
+def vectors_of(case: dict[str, Any]) -> tuple[Any, Any]:
+    """Unit vectors [N, E] and queries [1024, E], float32."""
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    if case["file"]:
+        given = np.load(case["file"], mmap_mode="r")
+        order = rng.permutation(len(given))[: case["vectors"] + 1024]
+        vector_NE = _unit(np.asarray(given[np.sort(order)], np.float32))
+        return vector_NE[1024:], vector_NE[:1024]
+    N, E = case["vectors"], case["dimension"]
+    centre_CE = rng.standard_normal((max(1, N // 50), E), np.float32)
+    vector_NE = np.empty((N, E), np.float32)
+    for at in range(0, N, _PART):
+        part_RE = vector_NE[at : at + _PART]
+        part_RE[:] = 0.7 * rng.standard_normal(part_RE.shape, np.float32)
+        part_RE += centre_CE[rng.integers(len(centre_CE), size=len(part_RE))]
+        part_RE[:] = _unit(part_RE)
+    query_BE = vector_NE[rng.integers(N, size=1024)]
+    noise_BE = rng.standard_normal(query_BE.shape, np.float32)
+    return vector_NE, _unit(query_BE + 0.25 * _unit(noise_BE))
+
+
+def _unit(vector_NE: Any) -> Any:
+    import numpy as np
+
+    return vector_NE / np.maximum(np.linalg.norm(vector_NE, axis=1, keepdims=True), 1e-12)
+
+
+def make(case: dict[str, Any], vector_NE: Any) -> tuple[Any, float | None]:
+    """An index, and its bytes per vector where they can be told."""
+    import jax
+    import jax.numpy as jnp
+
+    from zest_jax.retrieval import scann_index
+    from zest_jax.retrieval.exact import ExactIndex, quantise_rows
+    from zest_jax.retrieval.partitioned import PartitionSettings
+    from zest_jax.retrieval.partitioned_build import build
+
+    kind, _, what = case["engine"].partition(" ")
+    index: Any
+    if kind == "exact":
+        index_NE: Any = jnp.zeros(
+            vector_NE.shape, jnp.bfloat16 if what == "bfloat16" else "float32"
+        )
+        if what == "int8":
+            parts = [
+                quantise_rows(jnp.asarray(vector_NE[at : at + _PART]))
+                for at in range(0, len(vector_NE), _PART)
+            ]
+            index_NE = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
+        else:
+            write = jax.jit(
+                lambda x, part, at: jax.lax.dynamic_update_slice_in_dim(
+                    x, part.astype(x.dtype), at, 0
+                ),
+                donate_argnums=0,
+            )
+            for at in range(0, len(vector_NE), _PART):
+                index_NE = write(index_NE, vector_NE[at : at + _PART], at)
+        index = ExactIndex(index_NE)
+    else:
+        # A tree at every size: the advice for 100,000 vectors and fewer is none.
+        leaves = case["leaves"] or round(len(vector_NE) ** 0.5)
+        common: dict[str, Any] = {
+            "num_leaves": leaves,
+            "num_leaves_to_search": case["searched"][0],
+            "training_sample_size": min(len(vector_NE), max(100_000, 50 * leaves)),
+            "soar_lambda": case["soar_lambda"],
+            "reorder": case["reorder"],
+        }
+        if kind == "scann":
+            if scann_index.import_scann() is None:
+                raise RuntimeError("scann is not installed")
+            index = scann_index.build(vector_NE, scann_index.ScannSettings(**common))
+            return index, None
+        index = build(vector_NE, PartitionSettings(**common, reorder_type=what))
+    jax.block_until_ready(index)
+    return index, sum(x.nbytes for x in jax.tree.leaves(index)) / index.size
+
+
+def measure(case: dict[str, Any]) -> dict[str, Any]:
+    """All batch sizes and numbers of leaves of one index, in this process."""
+    import jax
+    import numpy as np
+
+    from zest_jax.retrieval.exact import ExactIndex
+
+    vector_NE, query_BE = vectors_of(case)
+    start = time.perf_counter()
+    index, stored = make(case, vector_NE)
+    build_s = time.perf_counter() - start
+    truth = _truth(case, vector_NE, query_BE)
+    rows = []
+    for searched in [0] if isinstance(index, ExactIndex) else case["searched"]:
+        # As in a compiled step: from device to device. scann is called from there on the host.
+        search: Callable[..., Any] = index.search_in_jit
+        if searched:
+            if case["engine"] == "scann":
+                import functools
+
+                search = functools.partial(index.search, num_leaves_to_search=searched)
+            else:
+                index = index._visiting(searched)
+        if case["engine"] != "scann":
+            jitted = jax.jit(lambda index, q: index.search_in_jit(q, TOP_K))
+            search = lambda q, _, index=index: jitted(index, q)  # noqa: E731
+        for batch in case["batches"]:
+            queries = query_BE[:batch]
+            if case["engine"] != "scann":
+                queries = jax.device_put(queries)
+            timed = harness.seconds(
+                lambda q=queries: jax.block_until_ready(search(q, TOP_K)), case["steps"]
+            )
+            found = np.concatenate(
+                [np.asarray(search(query_BE[at : at + 256], TOP_K)[0]) for at in (0, 256)]
+            )
+            rows.append(
+                {
+                    "batch": batch,
+                    "leaves": getattr(index, "settings", None) and index.settings.num_leaves,
+                    "searched": searched or None,
+                    "recall@10": _recall(found, truth, 10),
+                    "recall@3": _recall(found, truth, 3),
+                    "median_ms": 1e3 * timed["median_s"],
+                    "queries_per_s": batch / timed["median_s"],
+                    "bytes_per_vector": stored,
+                    "build_s": build_s,
+                }
+            )
+    return {"results": rows, **harness.machine()}
+
+
+def _truth(case: dict[str, Any], vector_NE: Any, query_BE: Any) -> Any:
+    """The best rows of the first 512 queries in float32, kept in a file for the other engines."""
+    import os
+
+    import numpy as np
+
+    if os.path.exists(case["truth"]):
+        return np.load(case["truth"])
+    best_score = np.full((512, 0), 0.0, np.float32)
+    best_row = np.zeros((512, 0), np.int64)
+    for at in range(0, len(vector_NE), _PART):
+        score = query_BE[:512] @ vector_NE[at : at + _PART].T
+        pick = np.argpartition(-score, min(TOP_K, score.shape[1]) - 1, axis=1)[:, :TOP_K]
+        best_score = np.concatenate([best_score, np.take_along_axis(score, pick, 1)], 1)
+        best_row = np.concatenate([best_row, pick + at], 1)
+        order = np.argsort(-best_score, axis=1, kind="stable")[:, :TOP_K]
+        best_score = np.take_along_axis(best_score, order, 1)
+        best_row = np.take_along_axis(best_row, order, 1)
+    np.save(case["truth"], best_row)
+    return best_row
+
+
+def _recall(found: Any, truth: Any, k: int) -> float:
+    pairs = zip(found[:, :k].tolist(), truth[:, :k].tolist(), strict=True)
+    return sum(len(set(a) & set(b)) for a, b in pairs) / (len(found) * k)
+
+
+def main() -> None:
+    import tempfile
+
+    p = harness.parser(__doc__, "runs/benchmarks/retrieval.json")
+    p.add_argument("--vectors", default="100000", help="sizes of the corpus")
+    p.add_argument("--dimension", type=int, default=384)
+    p.add_argument("--file", default="", help="a .npy file of vectors instead of synthetic ones")
+    p.add_argument("--batches", default="1,64,256", help="queries at a time")
+    p.add_argument("--leaves", type=int, default=0, help="leaves of the tree; 0 for sqrt(N)")
+    p.add_argument("--searched", default="0.03,0.1", help="shares of the leaves to search")
+    p.add_argument("--soar_lambda", type=float, default=None)
+    p.add_argument("--reorder", type=int, default=200, help="candidates scored again")
+    p.add_argument("--engines", default=",".join(ENGINES))
+    p.add_argument("--timeout", type=int, default=1800, help="seconds for one engine")
+    a = p.parse_args()
+    if a.case:
+        print(json.dumps(measure(json.loads(a.case))))
+        return
+    rows: list[dict[str, Any]] = []
+    about: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for size in (int(n) for n in a.vectors.split(",")):
+            leaves = a.leaves or round(size**0.5)
+            shape = {
+                "vectors": size,
+                "dimension": a.dimension,
+                "file": a.file,
+                "batches": [int(b) for b in a.batches.split(",")],
+                "leaves": leaves,
+                "searched": [max(1, round(float(x) * leaves)) for x in a.searched.split(",")],
+                "soar_lambda": a.soar_lambda,
+                "reorder": a.reorder,
+                "steps": a.steps,
+                "truth": f"{folder}/{size}.npy",
+            }
+            for engine in a.engines.split(","):
+                done = harness.run_case(
+                    "benchmarks.retrieval", {"engine": engine, **shape}, timeout=a.timeout
+                )
+                found = done.pop("results", [{"failed": done.get("failed")}])
+                about = {k: done[k] for k in ("device", "devices", "jax", "python") if k in done}
+                new = [{"engine": engine, "vectors": size, **row} for row in found]
+                print(harness.table(new, COLUMNS), flush=True)
+                rows += new
+    print(harness.table(rows, COLUMNS))
+    shown = {k: getattr(a, k) for k in ("dimension", "file", "reorder", "soar_lambda")}
+    harness.write(a.out, rows, about | shown)
+
+
+if __name__ == "__main__":
+    main()
