@@ -2,16 +2,17 @@
 
     python -m benchmarks.retrieval --vectors=1000000,10000000,21015324 --dimension=768   on one GPU
     python -m benchmarks.retrieval                        100,000 x 384, as for a CPU
-    python -m benchmarks.retrieval --file=vectors.npy     real embeddings (the first 1,024 are queries)
+    python -m benchmarks.retrieval --file=vectors.npy     real embeddings
 
 Synthetic vectors are a mixture of N / 50 Gaussians: a centre with components N(0, 1), and around it
 0.7 N(0, 1) in every component, brought to length 1. Queries are vectors of the corpus with noise of
-a quarter of their length. Vectors without clusters would be hopeless for any tree, and no text
-encoder makes such.
+a quarter of their length. Of real embeddings 1,024 are left out as queries. Vectors without
+clusters would be hopeless for any tree, and no text encoder makes such.
 
 Recall is against exact search in float32. Bytes are those of all arrays per vector.
 """
 
+import functools
 import json
 import time
 from collections.abc import Callable
@@ -73,9 +74,7 @@ def make(case: dict[str, Any], vector_NE: Any) -> tuple[Any, float | None]:
     kind, _, what = case["engine"].partition(" ")
     index: Any
     if kind == "exact":
-        index_NE: Any = jnp.zeros(
-            vector_NE.shape, jnp.bfloat16 if what == "bfloat16" else "float32"
-        )
+        index_NE: Any = jnp.zeros(vector_NE.shape, "float32" if what == "int8" else what)
         if what == "int8":
             parts = [
                 quantise_rows(jnp.asarray(vector_NE[at : at + _PART]))
@@ -126,28 +125,13 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     truth = _truth(case, vector_NE, query_BE)
     rows = []
     for searched in [0] if isinstance(index, ExactIndex) else case["searched"]:
-        # As in a compiled step: from device to device. scann is called from there on the host.
-        search: Callable[..., Any] = index.search_in_jit
-        if searched:
-            if case["engine"] == "scann":
-                import functools
-
-                search = functools.partial(index.search, num_leaves_to_search=searched)
-            else:
-                index = index._visiting(searched)
-        if case["engine"] != "scann":
-            jitted = jax.jit(lambda index, q: index.search_in_jit(q, TOP_K))
-            search = lambda q, _, index=index: jitted(index, q)  # noqa: E731
+        search = _search(index, searched)
+        found = np.concatenate([np.asarray(search(query_BE[at : at + 256])[0]) for at in (0, 256)])
         for batch in case["batches"]:
-            queries = query_BE[:batch]
+            queries: Any = query_BE[:batch]
             if case["engine"] != "scann":
                 queries = jax.device_put(queries)
-            timed = harness.seconds(
-                lambda q=queries: jax.block_until_ready(search(q, TOP_K)), case["steps"]
-            )
-            found = np.concatenate(
-                [np.asarray(search(query_BE[at : at + 256], TOP_K)[0]) for at in (0, 256)]
-            )
+            timed = harness.seconds(functools.partial(search, queries), case["steps"])
             rows.append(
                 {
                     "batch": batch,
@@ -162,6 +146,19 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
                 }
             )
     return {"results": rows, **harness.machine()}
+
+
+def _search(index: Any, searched: int) -> Callable[[Any], Any]:
+    """From device to device, as in a compiled step; scann is called on the host."""
+    import jax
+
+    from zest_jax.retrieval.scann_index import ScannIndex
+
+    if isinstance(index, ScannIndex):
+        return lambda q: index.search(q, TOP_K, num_leaves_to_search=searched)
+    options = {"num_leaves_to_search": searched} if searched else {}
+    jitted = jax.jit(lambda index, q: index.search_in_jit(q, TOP_K, **options))
+    return lambda q: jax.block_until_ready(jitted(index, q))
 
 
 def _truth(case: dict[str, Any], vector_NE: Any, query_BE: Any) -> Any:
