@@ -378,7 +378,7 @@ def test_the_pieces_called_one_at_a_time_give_the_same(played):
     got = jax.device_get(engine_lib._hand_in(state))
     want, _ = played["answer at once"]
     jax.tree.map(np.testing.assert_array_equal, got, want)
-    assert steps == state.steps[0]
+    assert steps == state.work.decode_steps
 
 
 def test_an_observation_is_cut_to_its_size(monkeypatch):

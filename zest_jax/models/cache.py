@@ -54,6 +54,34 @@ def grow(config: PolicyConfig, cache: Cache, length: int) -> Cache:
     }
 
 
+def copy_prefix(
+    config: PolicyConfig, cache: Cache, source_S: jax.Array, into_S: jax.Array, length: int
+) -> Cache:
+    """The first `length` positions of other slots, put into those slots where `into_S` holds.
+
+    Args:
+      config: of the policy.
+      cache: the cache.
+      source_S: slot to take them from.
+      into_S: which slots they are put into; the others stay as they are.
+      length: positions, at most the cache's.
+    """
+    slots = len(source_S)
+    # Out of bounds for slots that stay, where a scatter drops the update.
+    into_S = jnp.where(into_S, jnp.arange(slots), slots)
+
+    def copy(x: jax.Array, axis: int) -> jax.Array:
+        part = jax.lax.slice_in_dim(x, 0, length, axis=axis)[source_S]
+        where = (into_S, *[slice(None)] * (axis - 1), slice(0, length))
+        return x.at[where].set(part, mode="drop", unique_indices=True)
+
+    keys_axis = 2 if config.decoding == "pallas" else 3
+    return {
+        "keys": [copy(x, keys_axis) for x in cache["keys"]],
+        "values": [copy(x, 2) for x in cache["values"]],
+    }
+
+
 def cached_attention(
     config: PolicyConfig,
     query_SCHK: jax.Array,

@@ -26,18 +26,18 @@ R retrieved, C chunk, N episodes.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from zest_jax.errors import UserError
-from zest_jax.models.cache import empty_cache
+from zest_jax.models.cache import empty_cache, grow
 from zest_jax.models.config import PolicyConfig
 from zest_jax.models.policy import Block, Params, Policy, bind
 from zest_jax.rollout import stops, trajectories
-from zest_jax.rollout.filling import fill_cache
+from zest_jax.rollout.filling import copy_prompts, fill_cache, share_prompts
 from zest_jax.rollout.observing import (
     Observed,
     current_queries,
@@ -58,6 +58,7 @@ from zest_jax.rollout.state import (
     RolloutSpec,
     Searcher,
     State,
+    Work,
 )
 from zest_jax.rollout.stops import StopTable
 from zest_jax.rollout.trajectories import Finish, Role, Trajectories
@@ -162,8 +163,7 @@ class Engine:
             them; the rows behind stay empty.
 
         Returns:
-          N trajectories in the order of the prompts, and counters: `decode_steps`,
-          `slot_utilisation`.
+          N trajectories in the order of the prompts, and counters (`counters`).
         """
         policy = bind(self.config, params)
         layers = policy.unstack()
@@ -181,16 +181,34 @@ class Engine:
                 observed = Observed(row_SUR, score_SUR, *retriever.observe(row_SUR, asked_S))
             return self.extend(policy, layers, state, prompt_NP, prompt_length_N, observed)
 
-        def write(state: State) -> State:
-            decode = functools.partial(self.decode, policy, layers, table, draws)
-            return self.cut(table, jax.lax.while_loop(self.should_write, decode, state))
+        decode = functools.partial(self.decode, policy, layers, table, draws)
+        for length in self.spec.cache_lengths:
+            state = dataclasses.replace(state, cache=grow(self.config, state.cache, length))
+            state = self._run(state, extend, decode, table, length)
+        return _hand_in(state), self.counters(state)
 
-        state = jax.lax.while_loop(self.has_work, lambda s: write(extend(s)), state)
-        out = _hand_in(state)
-        return out, {
-            "decode_steps": state.steps[0],
-            "slot_utilisation": state.steps[1] / jnp.maximum(state.steps[0] * self.spec.slots, 1),
-        }
+    def _run(
+        self,
+        state: State,
+        extend: Callable[[State], State],
+        decode: Callable[[State], State],
+        table: StopTable,
+        length: int,
+    ) -> State:
+        """Goes on until the queue is done, or this cache may not hold what follows."""
+
+        def fits(state: State) -> jax.Array | bool:
+            return length == self.spec.cache_lengths[-1] or self.fits(state, length)
+
+        def write(state: State) -> State:
+            more = lambda state: self.should_write(state) & fits(state)  # noqa: E731
+            return self.cut(table, jax.lax.while_loop(more, decode, state))
+
+        return jax.lax.while_loop(
+            lambda state: self.has_work(state) & fits(state),
+            lambda state: write(extend(state)),
+            state,
+        )
 
     # ------------------------------------------------------------------------------ pieces
 
@@ -198,9 +216,9 @@ class Engine:
         """All slots empty, so that the first `extend` fills them with the first of `count`
         prompts."""
         s, S = self.spec, self.spec.slots
-        # A chunk may be written at the last position, so the cache has room for one more.
+        zero = jnp.zeros((), jnp.int32)
         return State(
-            cache=empty_cache(self.config, S, s.length + s.chunk),
+            cache=empty_cache(self.config, S, s.cache_lengths[0]),
             rows=_device(trajectories.empty(S, s.length, s.searches, retrieved, s.queries)),
             episode_S=jnp.full(S, episodes, jnp.int32),
             phase_S=jnp.full(S, DONE, jnp.int32),
@@ -212,7 +230,7 @@ class Engine:
             next_episode=jnp.zeros((), jnp.int32),
             count=jnp.asarray(count, jnp.int32),
             out=_device(trajectories.empty(episodes, s.length, s.searches, retrieved, s.queries)),
-            steps=jnp.zeros(2, jnp.int32),
+            work=Work(zero, zero, zero, zero, zero),
         )
 
     def has_work(self, state: State) -> jax.Array:
@@ -220,6 +238,26 @@ class Engine:
         return jnp.any((state.phase_S == WRITING) | _waits(state)) | (
             state.next_episode < state.count
         )
+
+    def fits(self, state: State, length: int) -> jax.Array:
+        """Whether a cache of that length has room for what the next piece may write."""
+        there_S = state.episode_S < len(state.out.length_N)
+        longest = jnp.max(jnp.where(there_S, state.rows.length_N, 0))
+        return longest + 1 + self.spec.chunk <= length
+
+    def counters(self, state: State) -> dict[str, jax.Array]:
+        """What a rollout did: `decode_steps`, `passes` (interruptions of decoding), `prefilled`
+        (tokens that went through the policy in them), and the shares of all slots and steps in
+        which a slot was writing (`slot_utilisation`) or waiting (`slot_waiting`)."""
+        work = state.work
+        whole = jnp.maximum(work.decode_steps * self.spec.slots, 1)
+        return {
+            "decode_steps": work.decode_steps,
+            "passes": work.passes,
+            "prefilled": work.prefilled,
+            "slot_utilisation": work.writing / whole,
+            "slot_waiting": work.waiting / whole,
+        }
 
     def should_write(self, state: State) -> jax.Array:
         """Whether to go on decoding, or to see to the slots that wait."""
@@ -279,7 +317,12 @@ class Engine:
             cache=cache,
             rows=rows,
             written_S=state.written_S + writing_S,
-            steps=state.steps + jnp.stack([jnp.int32(1), jnp.sum(writing_S, dtype=jnp.int32)]),
+            work=dataclasses.replace(
+                state.work,
+                decode_steps=state.work.decode_steps + 1,
+                writing=state.work.writing + jnp.sum(writing_S, dtype=jnp.int32),
+                waiting=state.work.waiting + jnp.sum(_waits(state), dtype=jnp.int32),
+            ),
         )
         return read_token(self.grammar, self.spec, table, state, token_S, writing_S)
 
@@ -356,17 +399,30 @@ class Engine:
             prompt_length_N=jnp.where(taken_S, new_length_S, rows.prompt_length_N),
         )
 
-        # An action's last token is not in the cache yet, so the pass begins one token early.
-        start_S = jnp.maximum(begin_S - 1, 0)
+        # An action's last token is not in the cache yet, so the pass begins one token early. A slot
+        # whose prompt is copied has all of it.
+        shared = share_prompts(prompt_NP, prompt_length_N, state.episode_S, episode_S, taken_S)
+        copied_S = shared.held_S | shared.follows_S
+        start_S = jnp.maximum(jnp.where(copied_S, rows.length_N, begin_S) - 1, 0)
         chunk_SC = jnp.minimum(start_S[:, None] + jnp.arange(self.spec.chunk), self.spec.length - 1)
         chunk_SC = jnp.take_along_axis(rows.ids_NL, chunk_SC, axis=1)
         resumed_S = taken_S | ((searching_S | invalid_S) & ~added.full_S)
-        fill_S = jnp.where(resumed_S, rows.length_N - start_S, 0)
-        cache = fill_cache(self.spec, policy, layers, state.cache, chunk_SC, start_S, fill_S)
+        fill_S = jnp.where(resumed_S & ~copied_S, rows.length_N - start_S, 0)
+        # Holders first: they may be filled with a prompt of their own.
+        copy = functools.partial(copy_prompts, self.config, length=prompt_NP.shape[1])
+        cache = copy(state.cache, shared.holder_S, shared.held_S)
+        cache = fill_cache(self.spec, policy, layers, cache, chunk_SC, start_S, fill_S)
+        cache = copy(cache, shared.leader_S, shared.follows_S)
+        work = dataclasses.replace(
+            state.work,
+            passes=state.work.passes + 1,
+            prefilled=state.work.prefilled + jnp.sum(fill_S, dtype=jnp.int32),
+        )
         return dataclasses.replace(
             state,
             cache=cache,
             rows=rows,
+            work=work,
             episode_S=episode_S,
             phase_S=jnp.select(
                 [resumed_S, added.full_S, done_S], [WRITING, DONE, IDLE], state.phase_S

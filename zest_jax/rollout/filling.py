@@ -1,14 +1,83 @@
 """Many new tokens at once: prompts, passages and corrections run through the policy into the cache.
 
-Shape letters: S slots, C chunk, W slots of a block, N tokens of a block.
+A prompt that several episodes share (a group's) goes through the policy once: the others copy its
+keys and values, from the slot that has just been filled or from one that an earlier episode of the
+group had.
+
+Shape letters: S slots, C chunk, W slots of a block, N tokens of a block or episodes, P prompt
+length.
 """
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 
-from zest_jax.models.cache import Cache
+from zest_jax.models.cache import Cache, copy_prefix
+from zest_jax.models.config import PolicyConfig
 from zest_jax.models.policy import Block, Policy
 from zest_jax.rollout.state import RolloutSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharing:
+    """Which slots that take a prompt need not run it through the policy.
+
+    Attributes:
+      held_S: True where a slot's cache held the same prompt before this pass.
+      holder_S: such a slot.
+      follows_S: True where another slot takes the same prompt in this pass, and runs it.
+      leader_S: that slot.
+    """
+
+    held_S: jax.Array
+    holder_S: jax.Array
+    follows_S: jax.Array
+    leader_S: jax.Array
+
+
+def share_prompts(
+    prompt_NP: jax.Array,
+    prompt_length_N: jax.Array,
+    before_S: jax.Array,
+    episode_S: jax.Array,
+    taken_S: jax.Array,
+) -> Sharing:
+    """Finds the slots that may copy a prompt; neighbours in the queue with equal ids share one.
+
+    Args:
+      prompt_NP: the queue.
+      prompt_length_N: its lengths.
+      before_S: episode that each slot had before this pass, N for none; its prompt's keys and
+        values are in the slot's cache still.
+      episode_S: episode that each slot has from now on.
+      taken_S: slots that have just taken theirs.
+    """
+    N, S = len(prompt_length_N), len(taken_S)
+    differs_N = jnp.any(prompt_NP[1:] != prompt_NP[:-1], axis=1)
+    differs_N |= prompt_length_N[1:] != prompt_length_N[:-1]
+    number_N = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(differs_N, dtype=jnp.int32)])
+    before_S = jnp.where(before_S < N, number_N[jnp.minimum(before_S, N - 1)], -1)
+    now_S = jnp.where(taken_S, number_N[jnp.minimum(episode_S, N - 1)], -2)
+    same_SS = now_S[:, None] == before_S
+    held_S = jnp.any(same_SS, axis=1)
+    # Slots take episodes in order, so the first of equals is the first in the queue.
+    leader_S = jnp.argmax(now_S[:, None] == now_S, axis=1)
+    follows_S = taken_S & ~held_S & (leader_S != jnp.arange(S))
+    return Sharing(held_S, jnp.argmax(same_SS, axis=1), follows_S, leader_S)
+
+
+def copy_prompts(
+    config: PolicyConfig, cache: Cache, source_S: jax.Array, into_S: jax.Array, length: int
+) -> Cache:
+    """`copy_prefix`, left out where no slot wants one."""
+    # A loop of one turn or none works in place, where a conditional may copy the cache.
+    return jax.lax.fori_loop(
+        0,
+        jnp.any(into_S).astype(jnp.int32),
+        lambda _, cache: copy_prefix(config, cache, source_S, into_S, length),
+        cache,
+    )
 
 
 def fill_cache(

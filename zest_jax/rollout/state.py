@@ -51,6 +51,8 @@ class RolloutSpec:
       block_slots: slots whose new tokens go through the policy together, W; those with the most new
         tokens first, so that a pass over few or short ones is short.
       block_tokens: tokens of a slot that go through it at a time.
+      cache_stages: lengths of the cache that are compiled; it begins with the shortest and grows as
+        the longest episode under way does. For readers that go over the whole of it (XLA).
       truncation: which tokens may be drawn.
     """
 
@@ -65,6 +67,7 @@ class RolloutSpec:
     wait_fraction: float = 1.0
     block_slots: int = 32
     block_tokens: int = 32
+    cache_stages: int = 1
     truncation: Truncation = Truncation()
 
     @property
@@ -81,6 +84,36 @@ class RolloutSpec:
         longest = max(self.prompt_length, self.observation_length + 1)
         return -(-longest // self.block_tokens) * self.block_tokens
 
+    @property
+    def cache_lengths(self) -> tuple[int, ...]:
+        """Lengths that the cache has one after the other.
+
+        A chunk may be written behind the last token, so there is room for one more.
+        """
+        parts = range(1, self.cache_stages + 1)
+        lengths = (-(-self.length * part // self.cache_stages) for part in parts)
+        return tuple(sorted({self.chunk + max(n, self.prompt_length + 1) for n in lengths}))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """Counts of what a rollout did, int32 scalars.
+
+    Attributes:
+      decode_steps: decoding steps.
+      writing: slots that wrote, summed over the steps.
+      waiting: slots that waited for a search or a correction, summed over the steps.
+      passes: `extend` calls.
+      prefilled: tokens that went through the policy in them.
+    """
+
+    decode_steps: jax.Array
+    writing: jax.Array
+    waiting: jax.Array
+    passes: jax.Array
+    prefilled: jax.Array
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +121,7 @@ class State:
     """Everything a rollout carries from step to step.
 
     Attributes:
-      cache: keys and values per layer, for L + C tokens of every slot.
+      cache: keys and values per layer and slot; its lengths are `RolloutSpec.cache_lengths`.
       rows: the episodes under way, one a slot (`Trajectories` with S rows).
       episode_S: number of each slot's episode; N for a slot that has none.
       phase_S: IDLE, WRITING, READING, SEARCHING, INVALID or DONE.
@@ -101,8 +134,7 @@ class State:
       next_episode: first prompt of the queue that no slot has taken.
       count: prompts in the queue.
       out: finished episodes.
-      steps: decode steps so far, and slots that were writing in them: their ratio is the
-        utilisation.
+      work: what has been done so far.
     """
 
     cache: Cache
@@ -117,4 +149,4 @@ class State:
     next_episode: jax.Array
     count: jax.Array
     out: Trajectories
-    steps: jax.Array
+    work: Work
