@@ -189,4 +189,5 @@ def test_the_memory_plan_is_left_and_told(finished_run):
     for part in ("solver: moments (float32)", "solver update", "solver rollouts", "KV cache"):
         assert part in plan
     log = (finished_run / "log.txt").read_text("utf-8")
-    assert "attention: xla (there is no kernel for cpu); memory: " in log
+    assert "attention: xla (there is no kernel for cpu); over the cache: xla (" in log
+    assert "; memory: " in log
