@@ -141,7 +141,7 @@ def test_other_kinds_and_no_index(exact, tmp_path):
         open_index(tmp_path)
     manifest = json.loads((exact / "index.json").read_text())
     (exact / "index.json").write_text(json.dumps({**manifest, "kind": "partitioned"}))
-    with pytest.raises(UserError, match="kind partitioned"):
+    with pytest.raises(UserError, match="no partitioned index"):
         open_index(exact)
 
 

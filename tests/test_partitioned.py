@@ -291,6 +291,7 @@ def test_inside_a_compiled_loop(data, built):
     np.testing.assert_allclose(gradient, 2 * queries[:2])
 
 
+@pytest.mark.slow
 def test_five_times_fewer_bytes(data):
     """At 768 components, with codes and 4-bit remainders: see docs/retrieval.md for recall."""
     # Clusters that spread in 16 directions each; in all 768, neighbours differ by rounding.
@@ -315,7 +316,7 @@ def test_five_times_fewer_bytes(data):
 # ------------------------------------------------------------------------------ settings, storage
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["int8", "int4", "codes only", "brute force"])
 def test_a_moved_folder_loads(data, built, tmp_path, kind):
     index = built(kind)
     names = save(index, tmp_path / "one" / "index")
@@ -340,6 +341,7 @@ def test_folders_that_cannot_be(built, tmp_path):
         load(tmp_path)
 
 
+@pytest.mark.slow
 def test_the_same_seed_builds_the_same(data):
     small = dataclasses.replace(TREE, num_leaves=4, num_leaves_to_search=2, reorder=0)
     one, two = (build(data[0][:400], small) for _ in range(2))
@@ -398,6 +400,7 @@ def test_vectors_that_cannot_be():
             build(vectors, settings)
 
 
+@pytest.mark.slow
 def test_few_and_equal_vectors():
     """Fewer vectors than centres of a code, all the same, some of them zero."""
     for vectors in (np.ones((5, 6)), np.zeros((5, 6))):
