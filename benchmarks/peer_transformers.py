@@ -77,7 +77,10 @@ def score(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def rollout(case: dict[str, Any]) -> dict[str, Any]:
-    """Sampling with `generate`; a turn of the search case reads everything again."""
+    """Sampling with `generate`; a turn of the search case reads everything again.
+
+    Of a search case one batch of episodes is sampled, and only a step is run to warm up.
+    """
     torch.manual_seed(0)
     model = _model(case["policy"], torch.bfloat16).eval()
     B, searching = case["slots"], case["case"] == "search"
@@ -86,12 +89,12 @@ def rollout(case: dict[str, Any]) -> dict[str, Any]:
         shape = (case["passages"], case["dimension"])
         index_NE = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
         passage_NP = torch.randint(0, V, (len(index_NE), case["observation"] // 3), device="cuda")
-    new = case["new"]
+    new, episodes = case["new"], B if searching else case["episodes"]
     options = {"do_sample": True, "top_k": 0, "pad_token_id": 0}
 
     @torch.no_grad()
-    def step() -> None:
-        for _ in range(0, case["episodes"], B):
+    def step(new: int = new) -> None:
+        for _ in range(0, episodes, B):
             ids_BL = torch.randint(0, V, (B, case["prompt"]), device="cuda")
             for _ in range(case["turns"] + 1 if searching else 1):
                 ids_BL = model.generate(ids_BL, min_new_tokens=new, max_new_tokens=new, **options)
@@ -101,9 +104,10 @@ def rollout(case: dict[str, Any]) -> dict[str, Any]:
                     ids_BL = torch.cat([ids_BL, passage_NP[found_BR].flatten(1)], 1)
         torch.cuda.synchronize()
 
-    timed = seconds(step, 1, warm_up=1)
+    step(1)
+    timed = seconds(step, 1, warm_up=0)
     turns = case["turns"] + 1 if searching else 1
-    written = case["episodes"] * turns * new
+    written = episodes * turns * new
     return timed | {
         "tokens_per_s": written / timed["median_s"],
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30,

@@ -5,7 +5,8 @@
 A model of the real shape learns a small random language (so that its tokens are as certain as a
 trained model's are), is written as a Hugging Face folder and samples text in transformers. The
 sampled tokens' log-probabilities are then computed by transformers in float32 (the truth) and in
-bfloat16, and by us in bfloat16.
+bfloat16, and by us in bfloat16. Then our own compiled rollout samples, and what it wrote down is
+compared with what the trainer's pass gives for the same tokens.
 
 Shape letters: B sequences, L length.
 """
@@ -18,7 +19,9 @@ from typing import Any
 from benchmarks import harness
 from benchmarks.shapes import POLICIES
 
-COLUMNS = ("policy", "pair", "mean_abs", "p99_abs", "max_abs", "mean", "tokens", "entropy")
+COLUMNS = (
+    *("policy", "pair", "mean_abs", "mean_exp", "p99_abs", "max_abs", "mean", "tokens", "entropy"),
+)
 
 
 def trained(name: str, folder: Path, steps: int) -> float:
@@ -116,11 +119,42 @@ def ours(folder: Path, ids: Any, prompt: int) -> Any:
     return np.asarray(run(config, params, packed))
 
 
+def sampled(folder: Path, rows: int, prompt: int, new: int) -> tuple[Any, Any]:
+    """Tokens that the compiled rollout writes, and the log-probabilities that it wrote down."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from benchmarks.rollout import words
+    from zest_jax.models import load_pretrained
+    from zest_jax.models.backends import choose_attention
+    from zest_jax.rollout.engine import Engine, compiler_options
+    from zest_jax.rollout.protocols import PLAIN_SEARCH
+    from zest_jax.rollout.sampling import Draws
+    from zest_jax.rollout.state import RolloutSpec
+    from zest_jax.rollout.stops import build_stop_table
+
+    config, params = load_pretrained(folder, dtype="bfloat16", param_dtype="bfloat16")
+    config, _ = choose_attention(config)
+    tokens = words(config.vocab_size, 0.0, 0.0)
+    table = build_stop_table(tokens, PLAIN_SEARCH.opening, PLAIN_SEARCH.closing)
+    engine = Engine(config, RolloutSpec(rows, prompt, new), PLAIN_SEARCH, ())
+    ids_NP = np.resize(np.load(folder / "ids.npy")[:, :prompt], (rows, prompt)).astype(np.int32)
+    length_N = np.full(rows, prompt, np.int32)
+    draws = Draws(jax.random.key(0), jnp.float32(1.0))
+    out, _ = jax.jit(engine.rollout, compiler_options=compiler_options())(
+        params, jax.tree.map(jnp.asarray, table), None, ids_NP, length_N, draws
+    )
+    out = out.to_host()
+    return out.ids_NL, out.logp_NL[:, prompt:]
+
+
 def main() -> None:
     p = harness.parser(__doc__, "runs/benchmarks/precision.json")
     p.add_argument("--policies", default="qwen2.5-0.5b,qwen2.5-1.5b")
     p.add_argument("--train", type=int, default=120, help="steps of training beforehand")
     p.add_argument("--rows", type=int, default=8)
+    p.add_argument("--slots", type=int, default=32, help="rollouts of our sampler")
     p.add_argument("--prompt", type=int, default=320)
     p.add_argument("--new", type=int, default=192)
     a = p.parse_args()
@@ -137,9 +171,14 @@ def main() -> None:
                 "transformers bfloat16": theirs["bfloat16"],
                 "ours bfloat16": ours(Path(tmp), theirs["ids"], a.prompt),
             }
-        truth = values["transformers float32"]
-        pairs = [(k, "transformers float32") for k in values if values[k] is not truth]
-        pairs.append(("ours bfloat16", "transformers bfloat16"))
+            ids, values["our sampler"] = sampled(Path(tmp), a.slots, a.prompt, a.new)
+            values["our trainer"] = ours(Path(tmp), ids, a.prompt)
+        pairs = [
+            ("transformers bfloat16", "transformers float32"),
+            ("ours bfloat16", "transformers float32"),
+            ("ours bfloat16", "transformers bfloat16"),
+            ("our sampler", "our trainer"),
+        ]
         for left, right in pairs:
             difference = values[left].astype(np.float64) - values[right].astype(np.float64)
             size = np.abs(difference)
@@ -148,6 +187,7 @@ def main() -> None:
                     "policy": name,
                     "pair": f"{left} - {right}",
                     "mean_abs": float(size.mean()),
+                    "mean_exp": float(np.exp(size).mean()),
                     "p99_abs": float(np.quantile(size, 0.99)),
                     "max_abs": float(size.max()),
                     "mean": float(difference.mean()),

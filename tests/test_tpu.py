@@ -1,4 +1,4 @@
-"""Training on TPU slices, proven by the real TPU compiler: it compiles, fits, and exchanges little.
+"""Training and rollouts on TPU slices: the real TPU compiler says that they compile and fit.
 
 Nothing runs: what is compiled for chips that are not there can only be read. See tpu.py.
 """
@@ -25,11 +25,15 @@ pytestmark = [
     pytest.mark.timeout(1_200),  # the first test waits for all compilations
     pytest.mark.skipif(not tpu.INSTALLED, reason="the TPU compiler (libtpu) is not installed"),
 ]
+ROLLOUTS = [f"rollout/{chip}" for chip in tpu.SLICES]
 ATTENTION = [f"attention/{chip}" for chip in tpu.SLICES]
 # Two compilers side by side, each with about half of the work.
 BATCHES = (
-    ["v5e/7B", "v6e/7B", "v6e/3B", "v6e/0.5B", "attention/v5p"],
-    ["v5p/7B", "v5e/3B", "v5p/3B", "v5e/0.5B", "v5p/0.5B", "attention/v5e", "attention/v6e"],
+    ["rollout/v5e", "rollout/v6e", "v5e/7B", "v6e/7B", "v6e/3B", "v6e/0.5B"],
+    [
+        *("rollout/v5p", "v5p/7B", "v5e/3B", "v5p/3B", "v5e/0.5B", "v5p/0.5B"),
+        *("attention/v5e", "attention/v6e", "attention/v5p"),
+    ],
 )
 
 
@@ -57,7 +61,7 @@ def compiled(tmp_path_factory):
 
 
 def test_every_program_is_in_one_batch():
-    assert sorted(sum(BATCHES, [])) == sorted([*tpu.STEPS, *ATTENTION])
+    assert sorted(sum(BATCHES, [])) == sorted([*tpu.STEPS, *ATTENTION, *ROLLOUTS])
     sizes = {f"{chip}/{model}" for chip in tpu.SLICES for model in tpu.MODELS}
     assert set(tpu.STEPS) == sizes
 
@@ -72,6 +76,20 @@ def test_attention_exchanges_nothing_where_heads_divide(compiled, name):
         whole = shape == "2048x14x2x64"
         sizes = [elements(entry) for entry in program["collectives"]]
         assert (max(sizes, default=0) > 1) == whole, (shape, program["collectives"])
+
+
+@pytest.mark.parametrize("name", ROLLOUTS)
+def test_a_whole_search_rollout_fits_and_never_turns_to_the_host(compiled, name):
+    """With the index of all of Wikipedia in it: vectors and the passages' ids."""
+    result, chip = compiled[name], name.split("/")[1]
+    devices = math.prod(result["mesh"].values())
+    assert devices == (4 if chip == "v5p" else 8)
+    index = tpu.PASSAGES * (768 * 2 + 128 * 4) / devices
+    assert result["arguments"] > index
+    assert result["arguments"] + 1.15 * result["temporaries"] <= tpu.SLICES[chip].memory
+    assert result["host"] == []
+    # Of a search only the best of each device's passages travel, never vectors or scores of all.
+    assert max(map(elements, result["collectives"])) < tpu.PASSAGES / devices * 768 / 100
 
 
 @pytest.mark.parametrize("name", tpu.STEPS)

@@ -70,6 +70,9 @@ STEPS = {
     "v6e/7B": ("full", 4),
 }
 LENGTH = 2_048
+# Slices on which a whole rollout is compiled: eight chips, or v5p's four of two cores.
+ROLLOUTS = {"v5e": "v5e:2x4", "v5p": "v5p:2x2x1", "v6e": "v6e:2x4"}
+PASSAGES = 21_015_552  # a multiple of 8 * 128 devices' rows, at least Wikipedia's 21,015,324
 _OPERATIONS = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
 
 
@@ -169,12 +172,82 @@ def compile_step(chip: str, model: str, remat: str, tensor: int) -> dict:
     return about | report(lowered)
 
 
-def _mesh(chip: str, tensor: int):
+def compile_rollout(chip: str) -> dict:
+    """A whole search rollout beside an index of Wikipedia's 21,015,324 passages, split over all.
+
+    Slots and passages are split over the devices, the policy's weights are on each.
+    """
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    from zest_jax.models import param_shapes
+    from zest_jax.retrieval import Retriever
+    from zest_jax.retrieval.encoders import BagEncoder
+    from zest_jax.retrieval.exact import ExactIndex
+    from zest_jax.retrieval.layout import Frame
+    from zest_jax.retrieval.store import FramePieces, PassageStore
+    from zest_jax.rollout.engine import Engine
+    from zest_jax.rollout.protocols import SEARCH_R1
+    from zest_jax.rollout.sampling import Draws
+    from zest_jax.rollout.state import RolloutSpec
+    from zest_jax.rollout.stops import build_stop_table
+
+    mesh = _mesh(chip, 1, ROLLOUTS[chip])
+    rows, whole = (NamedSharding(mesh, spec) for spec in (P(mesh.axis_names), P()))
+    config = dataclasses.replace(policy_config("0.5B"), attention="xla")
+
+    def give(shape, dtype, place=whole):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+
+    retriever = Retriever(
+        BagEncoder(give((config.vocab_size, 384), jnp.float32)),
+        ExactIndex(
+            give((PASSAGES, 768), jnp.bfloat16, rows),
+            recall_target=0.99,
+            mesh=mesh,
+            vectors=21_015_324,
+        ),
+        PassageStore(
+            give((PASSAGES, 128), jnp.int32, rows),
+            give((PASSAGES,), jnp.int32, rows),
+            FramePieces.build(Frame([[1, 2]], [[3]] * 3, [4], [5])),
+            size=450,
+        ),
+        retrieved=3,
+    )
+    spec = RolloutSpec(
+        slots=128,
+        prompt_length=256,
+        action_length=256,
+        observation_length=450,
+        searches=3,
+        wait_fraction=0.25,
+        block_tokens=128,
+    )
+    engine = Engine(config, spec, SEARCH_R1, (0,))
+    tokens = [b"<search>", b"</search>", b"<answer>", b"</answer>"]
+    table = build_stop_table(tokens, SEARCH_R1.opening, SEARCH_R1.closing, config.vocab_size)
+    arguments = (
+        jax.tree.map(lambda x: give(x.shape, jnp.bfloat16), param_shapes(config)),
+        jax.tree.map(lambda x: give(x.shape, x.dtype), table),
+        retriever,
+        give((512, spec.prompt_length), jnp.int32),
+        give((512,), jnp.int32),
+        Draws(give((), jax.random.key(0).dtype), give((), jnp.float32)),
+    )
+    with jax.set_mesh(mesh):
+        lowered = jax.jit(engine.rollout).lower(*arguments)
+    return {"mesh": dict(mesh.shape)} | report(lowered, text=True)
+
+
+def _mesh(chip: str, tensor: int, topology: str = ""):
     from jax.experimental import topologies
 
     from zest_jax.parallel import make_mesh
 
-    devices = topologies.get_topology_desc(SLICES[chip].topology, "tpu").devices
+    devices = topologies.get_topology_desc(topology or SLICES[chip].topology, "tpu").devices
     return make_mesh(data=1, fsdp=-1, tensor=tensor, devices=devices)
 
 
@@ -186,8 +259,8 @@ def _assigned() -> int | None:
     return int(total[1]) if total else None
 
 
-def report(lowered) -> dict:
-    """Compiles; bytes are those of one device."""
+def report(lowered, text: bool = False) -> dict:
+    """Compiles; bytes are those of one device. With `text`, host transfers are looked for."""
     start = time.perf_counter()
     compiled = lowered.compile()
     seconds = time.perf_counter() - start
@@ -205,7 +278,14 @@ def report(lowered) -> dict:
         "total": arguments + outputs - aliased + temporaries,
         "flops": compiled.cost_analysis().get("flops"),
         "collectives": _collectives(compiled.as_text()),
-    }
+    } | ({"host": _host_transfers(compiled.as_text())} if text else {})
+
+
+def _host_transfers(text: str) -> list[str]:
+    """Instructions of the optimised program that exchange data with the host."""
+    found = re.findall(r" (infeed|outfeed|send|recv)(?:-done)?\(", text)
+    found += re.findall(r'custom_call_target="([^"]*(?:callback|Host)[^"]*)"', text)
+    return sorted({*found, *re.findall(r"S\(5\)", text)})  # memory space 5 is the host's
 
 
 def _collectives(text: str) -> list[str]:
@@ -248,6 +328,8 @@ def main(arguments: list[str]) -> None:
         head, tail = name.split("/")
         if head == "attention":
             result = compile_attention(tail)
+        elif head == "rollout":
+            result = compile_rollout(tail)
         else:
             result = compile_step(head, tail, *STEPS[name])
         print(json.dumps({"name": name} | result), flush=True)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import jax
 
 from zest_jax.retrieval.encoders import BagEncoder
-from zest_jax.retrieval.exact import exact_search
+from zest_jax.retrieval.exact import DeviceIndex, ExactIndex
 from zest_jax.retrieval.layout import Layout
 from zest_jax.retrieval.store import PassageStore
 
@@ -22,13 +22,14 @@ class Retriever:
 
     Attributes:
       encoder: turns query token ids into vectors.
-      index_NE: passage vectors.
+      index: finds the rows of near vectors (`ExactIndex`, `PartitionedIndex`), on one device or on
+        all of a mesh.
       store: the passages' token ids.
       retrieved: passages per search, R.
     """
 
     encoder: BagEncoder
-    index_NE: jax.Array
+    index: DeviceIndex
     store: PassageStore
     retrieved: int = dataclasses.field(metadata={"static": True})
 
@@ -81,7 +82,8 @@ class Retriever:
         # A passage that spells out a special token must not end the turn that shows it.
         shown_ids = ids(shown, split_special_tokens=True)
         store = PassageStore.build(shown_ids, frame, observation_length)
-        return cls(encoder, encoder.encode_passages(title_ids, text_ids), store, retrieved)
+        index = ExactIndex(encoder.encode_passages(title_ids, text_ids))
+        return cls(encoder, index, store, retrieved)
 
     def search(self, query_SUQ: jax.Array, length_SU: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Passage rows [S, U, R] and scores [S, U, R] for queries given as token ids; jittable."""
@@ -89,7 +91,7 @@ class Retriever:
         vectors_BE = self.encoder.encode_queries(
             query_SUQ.reshape(S * U, Q), length_SU.reshape(S * U)
         )
-        rows_BR, scores_BR = exact_search(self.index_NE, vectors_BE, self.retrieved)
+        rows_BR, scores_BR = self.index.search_in_jit(vectors_BE, self.retrieved)
         return rows_BR.reshape(S, U, -1), scores_BR.reshape(S, U, -1)
 
     def observe(

@@ -12,7 +12,7 @@ import numpy as np
 from zest_jax.errors import UserError
 from zest_jax.models import PolicyConfig
 from zest_jax.models.policy import Params
-from zest_jax.rollout.engine import Engine
+from zest_jax.rollout.engine import Engine, compiler_options
 from zest_jax.rollout.protocols import ANSWER, Protocol
 from zest_jax.rollout.sampling import Draws
 from zest_jax.rollout.state import RolloutSpec, Searcher
@@ -53,7 +53,7 @@ class Sampler:
         self._retriever = retriever
         engine = Engine.build(config, spec, protocol, tokenizer, eos_ids)
         self._table = engine.stop_table(tokenizer)
-        self._rollout = traces.jit(name, engine.rollout)
+        self._rollout = traces.jit(name, engine.rollout, compiler_options=compiler_options())
         self.counters: dict[str, float] = {}
 
     def __call__(
