@@ -93,7 +93,7 @@ class PassageStore:
         Raises:
           UserError: `size` leaves fewer than 8 tokens to a passage.
         """
-        room = _room(frame, size)
+        room = passage_room(frame, size)
         ids_NP, length_N = pad_ragged([p[:room] for p in passages])
         return cls(jnp.asarray(ids_NP), jnp.asarray(length_N), FramePieces.build(frame), size)
 
@@ -116,7 +116,7 @@ class PassageStore:
         Raises:
           UserError: as `build`, or the device has no room (see `HostPassageStore`).
         """
-        ids_NP, length_N = tokens.padded(min(_room(frame, size), tokens.longest), sharding)
+        ids_NP, length_N = tokens.padded(min(passage_room(frame, size), tokens.longest), sharding)
         return cls(ids_NP, length_N, FramePieces.build(frame), size)
 
     def observe(
@@ -158,7 +158,7 @@ class HostPassageStore:
     @classmethod
     def from_tokens(cls, tokens: TokenisedPassages, frame: Frame, size: int) -> "HostPassageStore":
         """See `PassageStore.from_tokens`."""
-        longest = min(_room(frame, size), tokens.longest)
+        longest = min(passage_room(frame, size), tokens.longest)
         return cls(FramePieces.build(frame), tokens, longest, size)
 
     def observe(
@@ -183,7 +183,7 @@ class HostPassageStore:
         )
 
 
-def _room(frame: Frame, size: int) -> int:
+def passage_room(frame: Frame, size: int) -> int:
     """Tokens that each passage may have; see `PassageStore.build`."""
     passages = len(frame.starts) * len(frame.heads)
     room = (size - frame.length) // passages

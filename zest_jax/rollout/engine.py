@@ -14,8 +14,8 @@ is done:
           fills the cache.
 
 Nothing leaves the device between the first and the last token. The pieces are separate functions,
-so that a driver on the host can call them one at a time for retrievers that live elsewhere, with
-the same ids for the same draws and passages (there is no such driver yet). Every episode has its
+so that a driver on the host (`host_driver.py`) can call them one at a time for retrievers that live
+elsewhere, with the same ids for the same draws and passages. Every episode has its
 own random key (folded from its number), so neither slots nor refilling change what is drawn.
 
 Invariant: a writing slot's cache holds every token but its last, which the next decode step feeds.
@@ -185,7 +185,7 @@ class Engine:
         for length in self.spec.cache_lengths:
             state = dataclasses.replace(state, cache=grow(self.config, state.cache, length))
             state = self._run(state, extend, decode, table, length)
-        return _hand_in(state), self.counters(state)
+        return self.finish(state)
 
     def _run(
         self,
@@ -257,6 +257,10 @@ class Engine:
             "slot_utilisation": work.writing / whole,
             "slot_waiting": work.waiting / whole,
         }
+
+    def finish(self, state: State) -> tuple[Trajectories, dict[str, jax.Array]]:
+        """What `rollout` returns, from the state in which no work is left."""
+        return _hand_in(state), self.counters(state)
 
     def should_write(self, state: State) -> jax.Array:
         """Whether to go on decoding, or to see to the slots that wait."""

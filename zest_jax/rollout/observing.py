@@ -71,7 +71,9 @@ def note_searches(
     ids_SUQ, length_SU, asked_S = current_queries(spec, state)
     there_SU = jnp.arange(spec.queries) < asked_S[:, None]
     row_SUR = jnp.where(there_SU[..., None], observed.row_SUR, -1)
-    score_SUR = jnp.where(row_SUR >= 0, observed.score_SUR, 0.0)
+    # A server tells scores and no rows; where nothing was found the score is -inf.
+    told_SUR = there_SU[..., None] & jnp.isfinite(observed.score_SUR)
+    score_SUR = jnp.where(told_SUR, observed.score_SUR, 0.0)
 
     # Every query against those before it: of earlier searches, and of this one.
     U = spec.queries

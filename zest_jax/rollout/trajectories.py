@@ -53,7 +53,8 @@ class Trajectories:
       role_NL: a `Role` for each token. int8 [N, L].
       rows_NTUR: passages found by each query of each search, best first; -1 where there was none,
         and where there was no room to show them. int32 [N, T, U, R].
-      scores_NTUR: their scores, 0 there. float32 [N, T, U, R].
+      scores_NTUR: their scores, 0 where there was none; a server tells these without rows. float32
+        [N, T, U, R].
       queries_NTU2: first and one-past-last token of each query: every token with a byte of it.
         int32 [N, T, U, 2].
       asked_NT: queries of each search, at most U. int32 [N, T].
