@@ -45,7 +45,7 @@ SHOWN = 160  # characters of a passage in the terminal
 WHY = {
     Finish.ANSWERED: "it answered",
     Finish.INVALID: "its last action was none: neither a search nor an answer",
-    Finish.OUT_OF_TURNS: "it wanted to search again after its last search (--max_searches)",
+    Finish.OUT_OF_TURNS: "it wanted to search, and may not or not again (--index, --max_searches)",
     Finish.TOO_LONG: "it wrote no action within its length (--max_tokens), or had no room left",
     Finish.NO_ANSWER: "it ended its turn without an answer",
 }
@@ -79,6 +79,11 @@ class WorldRetriever(TextRetriever):
     def __init__(self, retriever: Retriever, tokenizer: Any, passages: Sequence[Any]):
         self._retriever, self._tokenizer = retriever, tokenizer
         self._passages = [Passage(p.id, p.title, p.text) for p in passages]
+
+    @property
+    def retrieved(self) -> int:
+        """Passages of a search, as the run has set them."""
+        return self._retriever.retrieved
 
     def search(self, queries: Sequence[str], top_k: int) -> Found:
         """See `TextRetriever`."""
@@ -284,7 +289,7 @@ def sizes(
             )
     action = values.max_tokens if values.max_tokens is not None else longest
     searches = values.max_searches if values.max_searches is not None else searches
-    top_k = values.top_k
+    top_k = values.top_k or (who.world.retrieved if who.world else 3)
     frame = protocol.layout.frame(
         lambda texts: [_encode(who.tokenizer, t) for t in texts], U, top_k
     )
@@ -404,7 +409,7 @@ def define(values: flags.FlagValues) -> None:
     )
     flags.DEFINE_boolean("chat", None, "put the prompt in the chat template", values)
     flags.DEFINE_float("temperature", 0.0, "of sampling; 0 is greedy", flag_values=values)
-    flags.DEFINE_integer("top_k", 3, "passages of a search", flag_values=values)
+    flags.DEFINE_integer("top_k", None, "passages of a search; 3, or the run's", flag_values=values)
     flags.DEFINE_integer("max_searches", None, "searches that are answered", flag_values=values)
     flags.DEFINE_integer("max_tokens", None, "tokens of one turn", flag_values=values)
     flags.DEFINE_integer("seed", 0, "of sampling", flag_values=values)
