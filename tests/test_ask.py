@@ -6,7 +6,7 @@ import pytest
 import tiny
 from retrieval_server import save_bm25_index, serving
 
-from zest_jax import ask, cli
+from zest_jax import ask, cli, evaluate
 from zest_jax.models.hf import save_pretrained
 from zest_jax.retrieval.interface import Passage
 from zest_jax.retrieval.open_index import open_index
@@ -65,19 +65,40 @@ def test_the_episode_is_shown_as_it_goes(places, capsys):
     assert max(map(len, shown.splitlines())) < 250
 
 
-def test_the_record_of_an_episode_over_http(places, capsys):
-    with serving(open_index(places / "index")) as server:
-        assert run(places, f"--index={server.url}", "--json", *SAMPLED) == cli.EXIT_OK
+@pytest.mark.slow
+def test_the_record_of_a_run_s_policy_among_its_own_passages(finished_run, capsys):
+    question = "What is the capital of Bahamas?"
+    assert ask.entry(["ask", f"--workdir={finished_run}", "--json", question]) == cli.EXIT_OK
     record = json.loads(capsys.readouterr().out)
-    assert record["answer"] == "Jane Austen" and record["finish"] == "answered"
-    assert record["searches"] == 1 and record["index"] == server.url
-    first, last = record["turns"]
-    assert first["text"] == SEARCH and last["text"].endswith(ANSWER) and last["searches"] == []
-    (search,) = first["searches"]
-    assert search["query"] == "Emma novel"
-    assert [p["title"] for p in search["passages"]] == ["Emma", "Ivanhoe"]
-    assert search["passages"][0]["score"] > search["passages"][1]["score"] > 0
+    assert record["question"] == question and record["index"] == "the run's passages"
+    assert record["protocol"] == "plain_search" and "step" in record["policy"]
+    searches = [search for turn in record["turns"] for search in turn["searches"]]
+    assert len(searches) == record["searches"] >= 1
+    for search in searches:
+        assert f"<search> {search['query']}</search>" in str(record["turns"])
+        assert len(search["passages"]) == 1
+    # Every name of the world finds its own passage, as in the run.
+    assert searches[0]["passages"][0]["title"] == searches[0]["query"] == "Bahamas"
+    assert record["finish"] == "answered" and record["answer"]
     assert set(record["seconds"]) == {"decode", "extend", "search", "text"}
+
+
+@pytest.mark.slow
+def test_a_run_is_evaluated_with_the_index_of_a_server(places, finished_run, tmp_path, capsys):
+    tasks, out = tmp_path / "tasks.jsonl", tmp_path / "out.jsonl"
+    asked = [f"What is the capital of {land}?" for land in ("Bahamas", "Cuba")]
+    lines = [{"id": str(n), "question": q, "golden_answers": ["x"]} for n, q in enumerate(asked)]
+    tasks.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = [f"--workdir={finished_run}", f"--tasks={tasks}", f"--out={out}"]
+    save_bm25_index(tmp_path / "index", [Passage("1", "Bahamas", "Its capital is Zed.")])
+    with serving(open_index(tmp_path / "index")) as server:
+        assert evaluate.entry(["evaluate", *run, f"--index={server.url}"]) == cli.EXIT_OK
+    assert json.loads(capsys.readouterr().out)["index"] == server.url
+    first, second = (json.loads(line) for line in out.read_text().splitlines())
+    assert first["searches"] >= 1 and "Bahamas: Its capital is Zed." in first["text"]
+    assert "<information></information>" in second["text"]
+    assert evaluate.entry(["evaluate", *run, "--top_k=2"]) == cli.EXIT_USER
+    assert "goes with --index" in capsys.readouterr().err
 
 
 def test_without_an_index_a_search_ends_the_episode(places, capsys):

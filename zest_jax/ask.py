@@ -295,6 +295,8 @@ def sizes(
     )
     observation = frame.length + PASSAGE_TOKENS * U * top_k
     observation = min(observation, limits.observation or observation)
+    if run and who.world and top_k == who.world.retrieved:
+        observation = run.observation_length
     if not searching:
         searches, observation = 0, 0
     room = who.config.max_length - prompt

@@ -5,8 +5,9 @@
         --config.policy.folder=my-solver --tasks=questions.jsonl --out=answers.jsonl
 
 With --step=N it is the run's solver after N updates, as long as the run keeps that checkpoint.
-Without --tasks the world's held-out questions are asked. A line of a task file is
-{"id", "question", "golden_answers"}, and "hops" where known.
+With --index=FOLDER or --index=http://… that index or server answers the searches, in place of the
+run's own passages. Without --tasks the world's held-out questions are asked. A line of a task file
+is {"id", "question", "golden_answers"}, and "hops" where known.
 """
 
 import json
@@ -19,6 +20,9 @@ from absl import flags
 from zest_jax import assembly, cli, evaluation, export
 from zest_jax import workdir as workdir_lib
 from zest_jax.errors import UserError
+from zest_jax.retrieval.open_index import open_retriever
+from zest_jax.rollout.host_driver import HostSampler
+from zest_jax.rollout.sampler import Sampler
 from zest_jax.tasks.types import read_tasks
 from zest_jax.tracing import TraceCounter
 
@@ -28,6 +32,8 @@ def main(config: Any, workdir: str | None, values: flags.FlagValues) -> None:
         raise UserError("say whose solver is asked: either --workdir=RUN or --config=FILE.")
     if config is not None and values.step is not None:
         raise UserError("--step names a checkpoint of a run; say which run: --workdir=RUN.")
+    if values.top_k is not None and (values.top_k < 1 or not values.index):
+        raise UserError("--top_k is 1 or more, and goes with --index.")
     if values.out and Path(values.out).is_dir():
         raise UserError(f"{values.out} is a folder; name a file to write to.")
     if workdir is not None:
@@ -39,9 +45,12 @@ def main(config: Any, workdir: str | None, values: flags.FlagValues) -> None:
     tasks = list(read_tasks(values.tasks)) if values.tasks else list(parts.atlas.heldout_tasks)
     if not tasks:
         raise UserError(f"{parts.atlas.folder} has no held-out questions; give --tasks=FILE.")
-    limit = parts.solver_sampler.spec.prompt_length
+    sampler = (
+        with_index(parts, values.index, values.top_k) if values.index else parts.solver_sampler
+    )
+    limit = sampler.spec.prompt_length
     for task in tasks:
-        prompt = parts.solver_sampler.protocol.prompt.format(question=task.question)
+        prompt = sampler.protocol.prompt.format(question=task.question)
         length = len(parts.encode([prompt])[0])
         if length > limit:
             raise UserError(
@@ -49,16 +58,41 @@ def main(config: Any, workdir: str | None, values: flags.FlagValues) -> None:
                 f"solver.prompt_length={limit}; raise that field or leave the question out."
             )
     key = assembly.random_key(values.seed, "evaluate", 0)
-    answered = evaluation.answer_tasks(parts.solver_sampler, params, tasks, key, values.temperature)
+    answered = evaluation.answer_tasks(sampler, params, tasks, key, values.temperature)
     if values.out:
         workdir_lib.write_jsonl(Path(values.out), [a.to_json() for a in answered])
     summary = evaluation.summarise(answered)
-    print(json.dumps({"solver": who, "temperature": values.temperature} | summary, indent=2))
+    told = {"solver": who, "temperature": values.temperature}
+    told |= {"index": values.index} if values.index else {}
+    print(json.dumps(told | summary, indent=2))
+
+
+def with_index(parts: assembly.Parts, index: str, top_k: int | None) -> Sampler:
+    """The solver's sampler with its searches answered by an index or a server.
+
+    Raises:
+      UserError: no such index, or observations too short for so many passages.
+    """
+    own = parts.solver_sampler
+    return HostSampler(
+        "solver_rollout",
+        parts.policy,
+        own.spec,
+        own.protocol,
+        parts.tokenizer,
+        open_retriever(index),
+        own.capacity,
+        TraceCounter(),
+        assembly.end_ids(parts.generation),
+        top_k=parts.retriever.retrieved if top_k is None else top_k,
+    )
 
 
 def define(values: flags.FlagValues) -> None:
     flags.DEFINE_string("tasks", "", "a jsonl of questions; the held-out ones without it", values)
     flags.DEFINE_string("out", "", "a jsonl that gets every answer with its episode", values)
+    flags.DEFINE_string("index", "", "folder of an index, or http://… of a server", values)
+    flags.DEFINE_integer("top_k", None, "of --index; the run's if not given", flag_values=values)
     flags.DEFINE_integer("step", None, "of the run; its newest if not given", flag_values=values)
     flags.DEFINE_float("temperature", 0.0, "of sampling; 0 is greedy", flag_values=values)
     flags.DEFINE_integer("seed", 0, "of sampling", flag_values=values)
