@@ -34,6 +34,7 @@ from zest_jax.retrieval.open_index import open_retriever
 from zest_jax.retrieval.remote import RemoteSettings
 from zest_jax.rollout.host_driver import FoundPassages, HostSampler, SearchFailed, Wrote
 from zest_jax.rollout.protocols import SEARCH, Protocol, in_chat_template
+from zest_jax.rollout.protocols.qwen_tools import QWEN_TOOLS
 from zest_jax.rollout.state import RolloutSpec
 from zest_jax.rollout.trajectories import Finish, Trajectories
 from zest_jax.tracing import TraceCounter
@@ -214,7 +215,8 @@ def load_model(values: flags.FlagValues) -> Asked:
     config, params = load_pretrained(folder, dtype=dtype, param_dtype=dtype)
     tokenizer = read_tokenizer(folder, config.vocab_size)
     template = str(getattr(tokenizer, "chat_template", None) or "")
-    name = values.protocol or ("qwen_tools" if "tools" in template else "search_r1")
+    turned = "tools" in template and set(QWEN_TOOLS.special) <= set(tokenizer.get_vocab())
+    name = values.protocol or (QWEN_TOOLS.name if turned else "search_r1")
     protocol = _fill(assembly.protocol(name), tokenizer, values.chat)
     ends = assembly.end_ids(load_generation(folder))
     config, _ = choose_attention(config)

@@ -345,6 +345,8 @@ class HostDriver:
 
     def _read(self, view: dict[str, np.ndarray], s: int) -> list[str]:
         """The queries of a slot's action, as text."""
+        if not view["asked_S"][s]:
+            return []  # a call that cannot be read, answered with nothing
         ids = view["action_SA"][s, : view["written_S"][s]].tolist()
         text = read_text(self._tokens, ids)
         queries = (self._engine.protocol.queries(text) or [])[: self._engine.spec.queries]
