@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
@@ -194,3 +196,20 @@ def test_truncated_draws_are_written_down_twice(world):
             assert got.logp_NL[n, at] == pytest.approx(rows[at - 1][ids[at]], abs=2e-4)
             mass = np.log(np.exp(top).sum())
             assert got.drawn_logp_NL[n, at] == pytest.approx(got.logp_NL[n, at] - mass, abs=3e-4)
+
+
+def test_nothing_leaves_the_device_within_a_rollout(world):
+    """Proven by the program, which holds no call to the host, and by JAX's guard while it runs."""
+    spec = RolloutSpec(slots=7, prompt_length=4, action_length=8, observation_length=80, searches=2)
+    engine, retriever, draws, _, _ = tiny.roll_out(world, PLAIN_SEARCH, spec, [[5]] * 7, 1.0)
+    prompts, lengths = jnp.full((7, 4), 5, jnp.int32), jnp.ones(7, jnp.int32)
+    arguments = (world[2], engine.stop_table(world[0]), retriever, prompts, lengths, draws)
+    run = tiny._rollout(engine)
+    text = run.lower(*arguments).as_text()
+    assert "stablehlo.while" in text
+    for word in ("callback", "infeed", "outfeed", "stablehlo.send", "stablehlo.recv"):
+        assert word not in text
+    with jax.transfer_guard("disallow_explicit"):
+        out, _ = run(*arguments)
+        jax.block_until_ready(out)
+    assert (np.asarray(out.length_N) > 1).all()
