@@ -30,6 +30,7 @@ from zest_jax.learning.packing import PackSpec
 from zest_jax.learning.updates import UpdateSpec
 from zest_jax.models import PolicyConfig, param_shapes
 from zest_jax.models.attention_splash import RESIDUAL_NAME
+from zest_jax.models.cache import padded_length
 from zest_jax.models.lora import split_lora
 from zest_jax.models.policy import Block, checkpointed
 from zest_jax.models.rope import rotary
@@ -176,18 +177,21 @@ def rollout_lines(
     width = jnp.dtype(config.dtype).itemsize
     slots = spec.slots / _row_parts(spec.slots, mesh)
     heads = config.kv_heads / _share(config.kv_heads, mesh, "tensor")
-    cache = 2 * config.layers * slots * spec.length * heads * config.head_dim * width
+    positions = padded_length(config, spec.cache_lengths[-1])
+    cache = 2 * config.layers * slots * positions * heads * config.head_dim * width
     # Decoding reads the layers apart from one another, cast once.
     cast = per_device(_as_type(param_shapes(config), config.dtype), mesh)
     vocabulary = config.vocab_size / _axis(mesh, "tensor")
     fill = min(spec.block_slots, spec.slots) * min(spec.block_tokens, spec.chunk)
-    scores = 4 * config.heads * fill * spec.length
-    return (
+    # A kernel that reads the cache keeps no scores in memory.
+    scores = 0 if config.decoding == "pallas" else 4 * config.heads * fill * positions
+    lines = (
         Line("KV cache", cache),
         Line(f"weights for decoding ({config.dtype})", cast),
         Line("logits of all slots", 2 * 4 * slots * vocabulary),
         Line("attention of a pass over new tokens", scores),
     )
+    return tuple(line for line in lines if line.size)
 
 
 @functools.cache

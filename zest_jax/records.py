@@ -99,6 +99,12 @@ def finish_metrics(role: str, episodes: Trajectories) -> dict[str, float]:
     }
 
 
+def rollout_metrics(role: str, counters: Mapping[str, float]) -> dict[str, float]:
+    """How well the slots of a step's rollouts were used (`Engine.counters`)."""
+    names = ("slot_utilisation", "slot_waiting", "decode_steps", "prefilled")
+    return {f"{role}/{name}": counters[name] for name in names}
+
+
 def update_metrics(role: str, values: Mapping[str, Any]) -> dict[str, float]:
     """The update's own metrics under their public names."""
     names = {"kl_to_sampler": "kl"}

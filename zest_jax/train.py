@@ -319,6 +319,7 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
             )
             values, per_row = jax.device_get((values, per_row))
             record = records.proposer_metrics(proposed, episodes, values, per_row, valid_BC, atlas)
+            record |= records.rollout_metrics("proposer", proposer_sampler.counters)
             if host["phase_step"] % c.log.rollouts_every == 0:
                 lines = records.proposal_traces(proposed[:6], per_row, valid_BC, atlas)
                 at = {"step": host["step"] + 1, "iteration": phase.iteration}
@@ -402,6 +403,7 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
                 state["solver"], values = solver_update(state["solver"], batch, advantage_B, frozen)
                 values = jax.device_get(values)
             record = records.solver_metrics(chosen, episodes, outcomes, reward_B, values)
+            record |= records.rollout_metrics("solver", solver_sampler.counters)
             if host["phase_step"] % c.log.rollouts_every == 0:
                 lines = records.episode_traces(chosen, episodes, answers, outcomes, solver_sampler)
                 at_step = {"step": host["step"] + 1, "iteration": phase.iteration}

@@ -54,6 +54,7 @@ class Sampler:
         engine = Engine.build(config, spec, protocol, tokenizer, eos_ids)
         self._table = engine.stop_table(tokenizer)
         self._rollout = traces.jit(name, engine.rollout, compiler_options=compiler_options())
+        # Of the last call: see `Engine.counters`.
         self.counters: dict[str, float] = {}
 
     def __call__(
@@ -64,7 +65,7 @@ class Sampler:
         Raises:
           UserError: a prompt is longer than the spec allows.
         """
-        parts = []
+        parts, counted = [], []
         for at in range(0, len(prompts), self.capacity):
             chunk = prompts[at : at + self.capacity]
             count = len(chunk)
@@ -90,7 +91,8 @@ class Sampler:
                 jnp.int32(count),
             )
             parts.append(jax.tree.map(lambda x, n=count: x[:n], out.to_host()))
-            self.counters = {name: float(value) for name, value in counters.items()}
+            counted.append({name: float(value) for name, value in counters.items()})
+        self.counters = _together(counted)
         return jax.tree.map(lambda *xs: np.concatenate(xs), *parts)
 
     def answers(self, episodes: Trajectories) -> list[str | None]:
@@ -118,3 +120,16 @@ class Sampler:
             ],
             clean_up_tokenization_spaces=False,
         )
+
+
+def _together(calls: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The counters of several calls as of one: counts add up, shares are weighted by steps."""
+    steps = sum(call["decode_steps"] for call in calls)
+    out = {}
+    for name in calls[0] if calls else ():
+        if name.startswith("slot_"):
+            weighted = sum(call[name] * call["decode_steps"] for call in calls)
+            out[name] = weighted / max(steps, 1.0)
+        else:
+            out[name] = sum(call[name] for call in calls)
+    return out
