@@ -1,5 +1,7 @@
 """Retrieval: exact search against numpy, the bag encoder's numbers, and observations by hand."""
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zest_jax.errors import UserError
+from zest_jax.models import load_encoder
 from zest_jax.retrieval import BagEncoder, PassageStore, Retriever, exact_search, splice
-from zest_jax.retrieval.encoders import pad_ragged
+from zest_jax.retrieval.encoders import TokenEncoder, pad_ragged
 from zest_jax.retrieval.layout import Frame, Layout
 from zest_jax.rollout.protocols import PLAIN_SEARCH, PROTOCOLS, SEARCH, SEARCH_R1
 from zest_jax.tasks.atlas import load_atlas
@@ -252,3 +255,19 @@ def test_a_special_token_spelled_out_in_a_passage_is_text():
 def test_a_table_of_a_real_vocabulary_squared_is_refused():
     with pytest.raises(UserError, match=r"151,936 tokens, a table of 86 GiB; set retrieval.dim"):
         BagEncoder.fit([[1, 2]], 151_936)
+
+
+def test_an_encoder_of_the_policys_family_reads_the_ids_that_were_sampled():
+    encoder = load_encoder(Path(__file__).parent / "fixtures" / "encoders" / "qwen3_embedding")
+    got = TokenEncoder.build(encoder, encoder.tokenizer)
+    assert encoder.query_prefix and len(got.before_X) > 3 and len(got.after_Y) == 1
+    texts = [" the capital of France", " a", " whose river?"]
+    ids = encoder.tokenizer(texts, add_special_tokens=False)["input_ids"]
+    padded_SQ, length_S = pad_ragged([*ids, []])
+    vectors_SE = jax.jit(TokenEncoder.encode_queries)(
+        got, padded_SQ + 3 * (padded_SQ == 0), length_S
+    )
+    np.testing.assert_allclose(vectors_SE[:3], encoder.encode_texts(texts, "query"), atol=1e-5)
+    assert not np.asarray(vectors_SE[3]).any()
+    with pytest.raises(UserError, match="other ids than the policy writes"):
+        TokenEncoder.build(encoder, tiny.tokenizer())

@@ -1,16 +1,20 @@
 """Encoders that read the policy's own token ids on device, so that a query never becomes text.
 
 Shape letters: V vocabulary, E embedding size, S slots (queries), Q query length, N passages, P
-passage length.
+passage length, X and Y tokens before and behind a query.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from zest_jax.errors import UserError
+from zest_jax.models import Encoder
+from zest_jax.models.encoders import Recipe
+from zest_jax.models.policy import Params
 
 _EXACT = 16_384  # tokens up to which a table of V x V is sensible (1 GiB)
 
@@ -101,6 +105,67 @@ class BagEncoder:
                 parts.append(weight * part[: len(ids)])
             halves.append(jnp.concatenate(parts))
         return jnp.concatenate(halves, axis=1)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TokenEncoder:
+    """A text encoder with the policy's own vocabulary (Qwen3-Embedding beside a Qwen policy), fed
+    with the ids that the policy wrote.
+
+    The ids are those that were sampled, which need not be the ones that the encoder's tokenizer
+    would give the same text; where they are, the vectors are `Encoder.encode_texts`'s.
+
+    Attributes:
+      params: the encoder's parameters.
+      before_X: ids that stand before a query: special tokens and the instruction.
+      after_Y: ids behind it.
+      recipe: network, pooling, norm and cut.
+    """
+
+    params: Params
+    before_X: jax.Array
+    after_Y: jax.Array
+    recipe: Recipe = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def build(cls, encoder: Encoder, tokenizer: Any) -> "TokenEncoder":
+        """From an encoder and the policy's tokenizer.
+
+        Raises:
+          UserError: a token of the policy's has another id in the encoder, or none.
+        """
+        theirs, special = encoder.tokenizer.get_vocab(), set(tokenizer.all_special_tokens)
+        for token, number in tokenizer.get_vocab().items():
+            # What only one of them adds (tags of turns, say) is no part of a query.
+            added = token in special or number in tokenizer.added_tokens_decoder
+            if theirs.get(token, None if added else -1) not in (number, None):
+                raise UserError(
+                    f"the encoder reads other ids than the policy writes (token {token!r} is "
+                    f"{number} to the policy and {theirs.get(token, 'unknown')} to the encoder); "
+                    "take an encoder of the policy's family, or drive the rollout from the host."
+                )
+        # Two texts of one token each, between what stands around every query.
+        one, two = encoder.tokenize([" a", " b"], "query")
+        differs = [i for i, (x, y) in enumerate(zip(one, two, strict=True)) if x != y]
+        before_X, after_Y = (
+            jnp.asarray(part, jnp.int32) for part in (one[: differs[0]], one[differs[-1] + 1 :])
+        )
+        return cls(encoder.params, before_X, after_Y, encoder.recipe)
+
+    def encode_queries(self, ids_SQ: jax.Array, length_S: jax.Array) -> jax.Array:
+        """Query vectors [S, E] float32 of the first length_S ids of each row; 0 for an empty row.
+
+        Jittable.
+        """
+        S, X, Y = len(ids_SQ), len(self.before_X), len(self.after_Y)
+        rows = jnp.concatenate(
+            [jnp.broadcast_to(self.before_X, (S, X)), ids_SQ, jnp.zeros((S, Y), ids_SQ.dtype)],
+            axis=1,
+        )
+        end_SY = X + length_S[:, None] + jnp.arange(Y)
+        rows = rows.at[jnp.arange(S)[:, None], end_SY].set(self.after_Y)
+        return self.recipe.encode(self.params, rows, jnp.where(length_S > 0, X + length_S + Y, 0))
 
 
 def pad_ragged(rows: list[list[int]], width: int = 0) -> tuple[np.ndarray, np.ndarray]:
