@@ -9,6 +9,8 @@ import pytest
 import tiny
 
 from zest_jax.models import backends, bind
+from zest_jax.models.attention import xla_attention
+from zest_jax.models.attention_cache import chunk_attention
 from zest_jax.models.cache import copy_prefix, empty_cache, grow
 from zest_jax.models.config import LoraSpec
 from zest_jax.models.lora import add_lora
@@ -22,6 +24,24 @@ def test_kernels_agree_with_xla_for_slots_of_all_lengths(heads):
     assert backends.worst_difference_cached(config) < 1e-5
     half = dataclasses.replace(config, dtype="bfloat16")
     assert 1e-4 < backends.worst_difference_cached(half) < backends.TOLERANCE
+
+
+@pytest.mark.parametrize("chunk", [5, 96])
+def test_a_chunk_of_any_length_up_to_the_caches_end(chunk):
+    S, H, J, K, M = 3, 9, 3, 16, 128
+    draw = np.random.default_rng(0).normal
+    keys, values = (jnp.asarray(draw(size=(S, J, M, K)), jnp.float32) for _ in range(2))
+    query = jnp.asarray(draw(size=(S, chunk, H, K)), jnp.float32)
+    start = jnp.array([0, 20, M - chunk])
+    want = xla_attention(
+        query,
+        keys.transpose(0, 2, 1, 3),
+        values.transpose(0, 2, 1, 3),
+        start[:, None] + jnp.arange(chunk),
+        jnp.broadcast_to(jnp.arange(M), (S, M)),
+    )
+    got = chunk_attention(query, keys, values, start, interpret=True)
+    np.testing.assert_allclose(got, want, atol=1e-5)
 
 
 def test_a_kernel_that_errs_is_passed_over(monkeypatch):

@@ -125,7 +125,7 @@ def chunk_attention(
     """Tokens start_S .. start_S + C - 1 of each slot, whose keys and values the cache holds.
 
     Args:
-      query_SCHK: rotated queries; C is a power of two, or a multiple of `_CHUNK_ROWS`.
+      query_SCHK: rotated queries.
       keys_SJMK: the cache; M is a multiple of `BLOCK` and at least max(start_S) + C.
       values_SJMK: the cache.
       start_S: position of each slot's first query.
@@ -138,32 +138,31 @@ def chunk_attention(
     J, M = keys_SJMK.shape[1:3]
     G = H // J
     padded_G = pl.next_power_of_2(G)
-    tokens = min(C, max(1, _CHUNK_ROWS // padded_G))
-    if padded_G * tokens < _LEAST_ROWS:
-        padded_G = _LEAST_ROWS // tokens
-    if C % tokens:
-        raise ValueError(f"a chunk of {C} tokens is not a multiple of {tokens}")
+    tokens = min(pl.next_power_of_2(C), max(1, _CHUNK_ROWS // padded_G))
+    padded_G = max(padded_G, _LEAST_ROWS // tokens)
+    padded_C = -(-C // tokens) * tokens
     R = tokens * padded_G
     query_SJCGK = query_SCHK.reshape(S, C, J, G, K).transpose(0, 2, 1, 3, 4)
-    query_SJCGK = jnp.pad(query_SJCGK, (*((0, 0),) * 3, (0, padded_G - G), (0, 0)))
+    padding = ((0, 0), (0, 0), (0, padded_C - C), (0, padded_G - G), (0, 0))
+    query_SJCGK = jnp.pad(query_SJCGK, padding)
     cache = pl.BlockSpec((None, None, M, K), lambda s, j, c: (s, j, 0, 0))
     queries = pl.BlockSpec((None, None, R, K), lambda s, j, c: (s, j, c, 0))
     out = pl.pallas_call(
         functools.partial(_chunk, scale=K**-0.5, tokens=tokens),
-        grid=(S, J, C // tokens),
+        grid=(S, J, padded_C // tokens),
         in_specs=[pl.BlockSpec((None,), lambda s, j, c: (s,)), queries, cache, cache],
         out_specs=queries,
-        out_shape=jax.ShapeDtypeStruct((S, J, C * padded_G, K), query_SCHK.dtype),
+        out_shape=jax.ShapeDtypeStruct((S, J, padded_C * padded_G, K), query_SCHK.dtype),
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
         interpret=interpret,
         name="chunk_attention",
     )(
         start_S.astype(jnp.int32),
-        query_SJCGK.reshape(S, J, C * padded_G, K),
+        query_SJCGK.reshape(S, J, padded_C * padded_G, K),
         keys_SJMK,
         values_SJMK,
     )
-    out_SJCGK = out.reshape(S, J, C, padded_G, K)[:, :, :, :G]
+    out_SJCGK = out.reshape(S, J, padded_C, padded_G, K)[:, :, :C, :G]
     return out_SJCGK.transpose(0, 2, 1, 3, 4).reshape(S, C, H, K)
 
 
@@ -278,7 +277,8 @@ def _chunk(
         jnp.zeros((rows,), jnp.float32),
         jnp.zeros(query_RK.shape, jnp.float32),
     )
-    blocks = (first + tokens + BLOCK - 1) // BLOCK
+    # Queries that pad the chunk may stand behind the cache's end.
+    blocks = jnp.minimum((first + tokens + BLOCK - 1) // BLOCK, keys_ref.shape[0] // BLOCK)
     _, whole_R, out_RK = jax.lax.fori_loop(0, blocks, step, start)
     out_ref[...] = (out_RK / whole_R[:, None]).astype(out_ref.dtype)
 
