@@ -70,9 +70,10 @@ STEPS = {
     "v6e/7B": ("full", 4),
 }
 LENGTH = 2_048
-# Slices on which a whole rollout is compiled: eight chips, or v5p's four of two cores.
-ROLLOUTS = {"v5e": "v5e:2x4", "v5p": "v5p:2x2x1", "v6e": "v6e:2x4"}
-PASSAGES = 21_015_552  # a multiple of 8 * 128 devices' rows, at least Wikipedia's 21,015,324
+# Slices on which a whole rollout is compiled (eight chips, or v5p's four of two cores), and layers
+# of its policy: all where memory is the smallest, few elsewhere unless time does not matter.
+ROLLOUTS = {"v5e": ("v5e:2x4", 24), "v5p": ("v5p:2x2x1", 4), "v6e": ("v6e:2x4", 4)}
+PASSAGES = 21_015_552  # the next multiple of 1,024 after Wikipedia's 21,015,324
 _OPERATIONS = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
 
 
@@ -172,7 +173,7 @@ def compile_step(chip: str, model: str, remat: str, tensor: int) -> dict:
     return about | report(lowered)
 
 
-def compile_rollout(chip: str) -> dict:
+def compile_rollout(chip: str, full: bool) -> dict:
     """A whole search rollout beside an index of Wikipedia's 21,015,324 passages, split over all.
 
     Slots and passages are split over the devices, the policy's weights are on each.
@@ -194,9 +195,12 @@ def compile_rollout(chip: str) -> dict:
     from zest_jax.rollout.state import RolloutSpec
     from zest_jax.rollout.stops import build_stop_table
 
-    mesh = _mesh(chip, 1, ROLLOUTS[chip])
+    topology, layers = ROLLOUTS[chip]
+    mesh = _mesh(chip, 1, topology)
     rows, whole = (NamedSharding(mesh, spec) for spec in (P(mesh.axis_names), P()))
     config = dataclasses.replace(policy_config("0.5B"), attention="xla")
+    if not full:
+        config = dataclasses.replace(config, layers=layers)
 
     def give(shape, dtype, place=whole):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
@@ -329,7 +333,7 @@ def main(arguments: list[str]) -> None:
         if head == "attention":
             result = compile_attention(tail)
         elif head == "rollout":
-            result = compile_rollout(tail)
+            result = compile_rollout(tail, full)
         else:
             result = compile_step(head, tail, *STEPS[name])
         print(json.dumps({"name": name} | result), flush=True)
