@@ -129,7 +129,8 @@ def compare(world, protocol, spec, prompts, **fields):
 @pytest.mark.parametrize("protocol", [PLAIN_SEARCH, CORRECTING], ids=lambda p: p.name)
 @pytest.mark.parametrize(("slots", "wait"), [(8, 1.0), (3, 0.4)])
 def test_the_compiled_rollout_writes_the_same_ids_as_a_python_loop(world, protocol, slots, wait):
-    prompts = [[5 + i, 9, 11 + 2 * i][: 1 + i % 3] for i in range(12)]
+    # Neighbours that share a prompt, and others.
+    prompts = [[5 + i, 9, 11 + 2 * i][: 1 + i % 3] for i in (0, 1, 1, 2, 3, 4, 4, 4, 5, 6, 7, 8)]
     got = compare(world, protocol, spec_of(slots=slots, wait_fraction=wait), prompts)
     assert len(set(got.finish_N.tolist())) > 1, "the draws should cover several ends"
     assert got.searches_N.sum() > 0
