@@ -103,12 +103,10 @@ def build_policy(files: Mapping[str, Path], folder: Path, dtype: str) -> str:
 
 def build_encoder(files: Mapping[str, Path], folder: Path, dtype: str) -> str:
     """The folder as it is."""
-    if dtype != "float32":
-        raise UserError("the encoder is fetched as it is, in float32; leave --dtype out for it.")
     for name, path in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copy(path, folder / name)
-    return "Nothing was changed."
+    return "Nothing was changed: the weights are float32, whatever --dtype said."
 
 
 def build_corpus(files: Mapping[str, Path], folder: Path, dtype: str) -> str:
