@@ -478,6 +478,6 @@ def test_prompts_beyond_the_capacity_are_done_in_several_calls(sampler, monkeypa
     assert got.count == 6
     assert got.ids_NL[:, :4].tolist() == [[20 + n, *ids] for n in range(6)]
     assert got.finish_N.tolist() == [Finish.ANSWERED] * 6
-    assert sampler.counters["decode_steps"] == 3  # of the last call: two prompts in two slots
+    assert sampler.counters["decode_steps"] == 9  # three for every two prompts, in two calls
     with pytest.raises(UserError, match="5 tokens, more than prompt_length=4"):
         sampler({"script_SL": script}, [[1] * 5], jax.random.key(0), 0.0)
