@@ -481,3 +481,17 @@ def test_prompts_beyond_the_capacity_are_done_in_several_calls(sampler, monkeypa
     assert sampler.counters["decode_steps"] == 9  # three for every two prompts, in two calls
     with pytest.raises(UserError, match="5 tokens, more than prompt_length=4"):
         sampler({"script_SL": script}, [[1] * 5], jax.random.key(0), 0.0)
+
+
+def test_a_wait_fraction_of_0_sees_to_slots_at_once_and_hangs_nothing(sampler, monkeypatch):
+    monkeypatch.setattr(engine_lib, "bind", scripted)
+    spec = dataclasses.replace(sampler.spec, wait_fraction=0.0)
+    words = sampler.tokenizer
+    config, args = tiny.shape(len(words)), (PLAIN_SEARCH, words, None, 4, TraceCounter())
+    (ids,) = tiny.encode(["<answer> </answer>"])
+    script = np.zeros((2, spec.length), np.int32)
+    script[:, 1 : 1 + len(ids)] = ids
+    got = Sampler("test", config, spec, *args)(
+        {"script_SL": script}, [[20]], jax.random.key(0), 0.0
+    )
+    assert got.finish_N.tolist() == [Finish.ANSWERED]

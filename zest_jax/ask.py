@@ -138,7 +138,8 @@ class Transcript:
 def main(config: Any, workdir: str | None, values: flags.FlagValues) -> None:
     if config is not None:
         raise UserError("a question takes no config; name a --model or a --workdir.")
-    question = (values.question or "").strip()
+    # An argument that is no UTF-8 arrives with halves of surrogate pairs.
+    question = (values.question or "").encode("utf-8", "replace").decode().strip()
     check(question, workdir, values)
     who = load_run(workdir, values) if workdir else load_model(values)
     retriever = open_index(who, values)

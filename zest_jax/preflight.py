@@ -39,7 +39,7 @@ def check_fields(config: Any) -> None:
             f"config field reward.without names some of {', '.join(SHORTCUTS)}, and not all."
         )
     lora = config.training.lora
-    if lora.rank < 0 or lora.alpha <= 0:
+    if lora.rank < 0 or not 0 < lora.alpha < float("inf"):
         raise UserError(
             f"config field training.lora.rank must be at least 0 (which trains the whole policy), "
             f"and training.lora.alpha above 0, got {lora.rank} and {lora.alpha}."

@@ -91,7 +91,7 @@ def read_json(path: Path, what: str) -> dict[str, Any]:
     """
     try:
         value = json.loads(path.read_text("utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{path.parent} is no {what}: it has no {path.name}.") from None
     except ValueError:
         value = None

@@ -267,7 +267,8 @@ class Engine:
         writing = jnp.sum(state.phase_S == WRITING)
         left = state.count - state.next_episode
         refillable = jnp.minimum(jnp.sum(state.phase_S == DONE), left)
-        enough = self.spec.wait_fraction * self.spec.slots
+        # At least one, or decoding would never begin.
+        enough = max(self.spec.wait_fraction * self.spec.slots, 1.0)
         return (writing > 0) & (jnp.sum(_waits(state)) + refillable < enough)
 
     def cut(self, table: StopTable, state: State) -> State:
