@@ -27,7 +27,7 @@ import numpy as np
 from zest_jax.errors import UserError
 from zest_jax.models import PolicyConfig
 from zest_jax.models.cache import grow
-from zest_jax.models.policy import Params, bind
+from zest_jax.models.policy import Block, Params, bind
 from zest_jax.retrieval.interface import Passage, PassageRetriever, TextRetriever
 from zest_jax.retrieval.store import passage_room
 from zest_jax.rollout.engine import Engine
@@ -187,7 +187,8 @@ class HostDriver:
             return traces.jit(f"{name}_{piece}", function, **options)
 
         self._start = jit("start", engine.start, static_argnums=(0, 1))
-        self._extend = jit("extend", self._extend_step, donate_argnums=1)
+        self._layers = jit("layers", lambda params: bind(engine.config, params).unstack())
+        self._extend = jit("extend", self._extend_step, donate_argnums=2)
         self._write = jit("decode", self._write_step, static_argnums=5, donate_argnums=3)
         self._cut = jit("cut", engine.cut, donate_argnums=1)
         self._look = jit("look", self._view, static_argnums=1)
@@ -210,6 +211,8 @@ class HostDriver:
           SearchFailed: the retriever raised a UserError (a server that stays dead, say).
         """
         spec = self._engine.spec
+        # Taken apart once, not at every pass: on a GPU that copies the weights.
+        weights = (params, self._layers(params))
         state = self._start(len(prompt_length_N), self._top_k, count)
         before = self.finished
         for length in spec.cache_lengths:
@@ -220,10 +223,10 @@ class HostDriver:
                 self.finished = before + int(view["finished"])
                 observed = self._observe(view)
                 with self._timed("extend"):
-                    args = (params, state, prompt_NP, prompt_length_N, observed)
+                    args = (*weights, state, prompt_NP, prompt_length_N, observed)
                     state = jax.block_until_ready(self._extend(*args))
                 with self._timed("decode"):
-                    state, view = self._decode(params, table, draws, state, length)
+                    state, view = self._decode(weights, table, draws, state, length)
         out, counters = self._finish(state)
         self.finished = before + int(count)
         return out, counters
@@ -233,18 +236,18 @@ class HostDriver:
     def _extend_step(
         self,
         params: Params,
+        layers: list[Block],
         state: State,
         prompt_NP: jax.Array,
         prompt_length_N: jax.Array,
         observed: Observed | None,
     ) -> State:
         policy = bind(self._engine.config, params)
-        layers = policy.unstack()
         return self._engine.extend(policy, layers, state, prompt_NP, prompt_length_N, observed)
 
     def _write_step(
         self,
-        params: Params,
+        weights: tuple[Params, list[Block]],
         table: StopTable,
         draws: Draws,
         state: State,
@@ -253,8 +256,8 @@ class HostDriver:
     ) -> State:
         """Decodes until the slots that wait are to be seen to, at most so many steps."""
         engine = self._engine
-        policy = bind(engine.config, params)
-        decode = functools.partial(engine.decode, policy, policy.unstack(), table, draws)
+        policy = bind(engine.config, weights[0])
+        decode = functools.partial(engine.decode, policy, weights[1], table, draws)
         begin = state.work.decode_steps
 
         def more(state: State) -> jax.Array:
@@ -293,13 +296,18 @@ class HostDriver:
     # ---------------------------------------------------------------------------- on the host
 
     def _decode(
-        self, params: Params, table: StopTable, draws: Draws, state: State, length: int
+        self,
+        weights: tuple[Params, list[Block]],
+        table: StopTable,
+        draws: Draws,
+        state: State,
+        length: int,
     ) -> tuple[State, dict[str, np.ndarray]]:
         """Decodes until slots are to be seen to and reads their calls; the view after that."""
         steps = _NO_LIMIT if self.watch is None else np.int32(self.every)
         more = True
         while more:
-            state = self._write(params, table, draws, state, steps, length)
+            state = self._write(weights, table, draws, state, steps, length)
             view = jax.device_get(self._look(state, length))
             more = bool(view["more"])
             self._tell(view)
