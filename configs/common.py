@@ -4,15 +4,39 @@ few."""
 from ml_collections import ConfigDict
 
 
+def advantage(group: str) -> ConfigDict:
+    """GRPO's and HRPO's estimator: (r - mean) / (std + eps) within a group."""
+    a = ConfigDict()
+    a.group = group  # rows compared: prompt, hop, role or batch
+    a.baseline = "mean"  # mean, or none (REINFORCE)
+    a.std = True  # divided by the group's standard deviation
+    a.ddof = 1  # 1: sample deviation, 0: population
+    a.eps = 1e-6  # beside the deviation
+    a.eps_inside = False  # within the root, with the variance
+    a.singleton = "zero"  # advantage of a group of one: zero, or raw (its reward)
+    a.post_scale = 1.0  # factor after the normalisation
+    return a
+
+
 def get_config() -> ConfigDict:
-    """Dr. Free's schedule with sizes for a small policy; not an experiment of its own."""
+    """Dr. Free's parts and schedule with sizes for a small policy; not an experiment of its own.
+
+    A method is a choice of parts by name: source, protocols, format score, gates, probe, reward
+    terms, solver reward, advantages, schedule and refill. `configs/README.md` has the table.
+    """
     c = ConfigDict()
-    c.method = "dr_free"  # what the proposer is paid for; the only one so far
+    c.method = "dr_free"  # what the run is called; the fields below say what it does
     c.seed = 0  # of everything drawn: chains, tokens, shuffles
 
     c.world = ConfigDict()
     c.world.folder = ""  # a folder with entities, relations, triples, passages; "" is the atlas
-    c.world.max_hops = 3  # longest chain
+    c.world.max_hops = 3  # longest chain, and most hops that a question is scored by
+
+    c.source = ConfigDict()  # where seeds for the proposer, or labelled questions, come from
+    c.source.kind = "chains"  # chains, chain_pool, documents, answers or labelled
+    c.source.file = ""  # the pool, answers or questions; "" takes them from the world
+    c.source.hop_weights = (4, 3, 2, 1)  # of 1, 2, … hops (documents, answers)
+    c.source.most_characters = 1200  # a document is cut to so many characters
 
     c.policy = ConfigDict()
     c.policy.folder = ""  # Hugging Face folder to start from; "" starts from random weights
@@ -27,6 +51,7 @@ def get_config() -> ConfigDict:
         False  # prompts as a user's turn of the tokenizer's chat template (instruct models)
     )
     c.policy.system = ""  # system message of that turn; "" leaves it to the template
+    c.policy.shared = False  # one policy plays both roles (SSP); else each role has its own weights
     c.policy.attention = (
         "auto"  # auto (the machine's kernel, if it passes its test), xla, cudnn, splash
     )
@@ -53,6 +78,7 @@ def get_config() -> ConfigDict:
     c.retrieval.top_k = 1  # passages per search
     c.retrieval.text_weight = 0.3  # weight of the text's cosine beside the title's
     c.retrieval.dimension = 0  # size of the random projection of token ids; 0 is exact
+    c.retrieval.index = ""  # an index folder, or a retrieval server's address; "" embeds the world
     c.retrieval.query_length = 12  # tokens of a query that are embedded
 
     c.solver = ConfigDict()
@@ -63,6 +89,7 @@ def get_config() -> ConfigDict:
     c.solver.searches = 3  # searches an episode may have
     c.solver.slots = 128  # episodes sampled at once
     c.solver.wait_fraction = 1.0  # share of the slots that must wait before decoding stops for them
+    c.solver.reward = "exact_match"  # exact_match, f1, search_r1_format, tool_aware or waypoint
     c.solver.tasks_per_step = 16  # questions of a step
     c.solver.group_size = 8  # rollouts per question
     c.solver.temperature = 1.0  # of sampling in training
@@ -73,13 +100,32 @@ def get_config() -> ConfigDict:
     c.solver.clip_low = 0.2  # ratio clip below 1
     c.solver.clip_high = 0.2  # ratio clip above 1
     c.solver.fresh_optimizer = True  # new moments at the start of every iteration
+    c.solver.updates_per_batch = 1  # optimiser steps on the rollouts of one step
+    c.solver.kl_weight = 0.0  # of the KL penalty toward the policy that training began with
+    c.solver.kl_kind = "low_var_kl"  # its estimator: low_var_kl, k1 or k2
+    c.solver.advantage = advantage("prompt")
+
+    c.solver_reward = ConfigDict()  # options of the solver rewards
+    c.solver_reward.structure_score = 0.2  # search_r1_format: a well-formed episode without success
+    c.solver_reward.answer_score = 0.1  # search_r1_format: a wrong answer in an ill-formed episode
+    c.solver_reward.retrieval_score = 0.0  # search_r1_format: the right answer was retrieved
+    c.solver_reward.tool_form = "T1"  # tool_aware: T1, T2 or T3
+    c.solver_reward.tool_cost = 0.3  # tool_aware: coefficient c
+    c.solver_reward.tool_scale = 4  # tool_aware: K of T2, in searches
+    c.solver_reward.waypoint_alpha = 0.3  # waypoint: most that a wrong answer can earn
 
     c.proposer = ConfigDict()
     c.proposer.protocol = "plain_proposer"  # how a proposal is written
     c.proposer.prompt_length = 256  # tokens of chain and passages
     c.proposer.action_length = 64  # tokens of thought, question and answer
     c.proposer.slots = 48  # proposals sampled at once
-    c.proposer.chains_per_step = 48  # chains of a step, one proposal each
+    c.proposer.observation_length = 62  # tokens that one of its searches may bring
+    c.proposer.searches = 0  # searches a proposal may have; 0 for protocols without
+    c.proposer.seeds_per_step = 48  # seeds (chains, documents, answers) of a step
+    c.proposer.samples = 1  # proposals per seed in training
+    c.proposer.format = "dr_free"  # format score: dr_free, dr_zero or pair
+    c.proposer.gates = ("pair", "leakage", "target", "think", "grounded_beyond_source")  # in order
+    c.proposer.frozen = False  # the proposer is never updated
     c.proposer.temperature = 1.0  # of sampling, in training and in generation
     c.proposer.learning_rate = 3e-4  # peak
     c.proposer.warmup_steps = 2  # steps to the peak
@@ -88,18 +134,57 @@ def get_config() -> ConfigDict:
     c.proposer.clip_low = 0.2  # ratio clip below 1
     c.proposer.clip_high = 0.2  # ratio clip above 1
 
-    c.reward = ConfigDict()  # Dr. Free's proposer reward
-    c.reward.format_weight = 0.2  # lambda
+    c.proposer.kl_weight = 0.0  # of the KL penalty toward the policy that training began with
+    c.proposer.kl_kind = "low_var_kl"  # its estimator: low_var_kl, k1 or k2
+    c.proposer.advantage = advantage("hop")
+
+    c.gates = ConfigDict()  # options of the gates and format scores
+    c.gates.min_words = 1  # length: words of a question, at least
+    c.gates.max_words = 50  # length: at most
+    c.gates.min_characters = 10  # length: characters of a question, at least
+    c.gates.max_characters = 1000  # length: at most
+    c.gates.answer_words = 10  # answer_length: words of an answer, at most
+    c.gates.least_queries = 2  # distinct_queries: searches that a proposal must have made
+    c.gates.rag_noise = 4  # rag: passages of other proposals among the evidence
+    c.gates.rag_fail_open = False  # rag: a reader without an answer lets pass (published SSP code)
+    c.gates.reading_length = 512  # rag, closed_book: tokens of question and passages
+    c.gates.substring_match = False  # dr_zero format: "in" stands in "Berlin" (published code)
+
+    c.probe = ConfigDict()  # solver rollouts that tell how hard a question is
+    c.probe.model = "anchor"  # anchor (the previous solver), base, or solver (the live one)
+    c.probe.rollouts = 5  # per question
+    c.probe.temperature = 1.0  # of their sampling
+
+    c.reward = ConfigDict()  # the proposer's: a weighted sum of terms
+    c.reward.weights = ConfigDict()  # 0 leaves a term, and what only it needs, out
+    c.reward.weights.format = 0.2  # format score
+    c.reward.weights.information_gain = 1.0  # Dr. Free's likelihood contrast
+    c.reward.weights.difficulty = 0.0  # the curve below
+    c.reward.difficulty = "dr_zero"  # dr_zero, intermediate, failure, moving_bell, … (rewards/)
+    c.reward.invalid = 0.0  # added where a gate refused; below 0 it can end all valid proposals
     c.reward.tau = 3.0  # bound of the information gain, in nats
     c.reward.squash = "a"  # a: tau tanh(gain / tau); b: tau tanh(gain)
     c.reward.without = ()  # shortcuts left out (ablation): none, source, one_shot, hop
 
     c.schedule = ConfigDict()
-    c.schedule.iterations = 3  # proposer phase, generation, solver phase
-    c.schedule.proposer_steps = 50  # updates of a proposer phase
-    c.schedule.solver_steps = 50  # updates of a solver phase
-    c.schedule.tasks = 800  # questions generated per iteration
-    c.schedule.max_chains = 2000  # chains that may be tried for them
+    c.schedule.kind = "iterated"  # iterated, online (both roles a step) or labelled
+    c.schedule.iterations = 3  # iterated: proposer phase, generation, solver phase; else 1
+    c.schedule.proposer_steps = 50  # iterated: updates of a proposer phase
+    c.schedule.solver_steps = 50  # updates of a solver phase; online and labelled: of the run
+    c.schedule.tasks = 800  # iterated: questions generated per iteration
+    c.schedule.max_seeds = 2000  # iterated: seeds that may be tried for them
+
+    c.generation = ConfigDict()  # iterated: how the solver's questions are chosen
+    c.generation.samples = 1  # proposals per seed, of which the best format is kept
+    c.generation.keep_refused = False  # refused questions stay (published Dr. Zero code)
+    c.generation.most_words = 0  # questions are cut to so many words; 0 does not cut
+
+    c.refill = ConfigDict()  # online: what takes the place of refused proposals
+    c.refill.kind = "none"  # none, dummy, resample, replay or seed
+    c.refill.rounds = 2  # resample: how often new seeds are tried
+    c.refill.period = 10  # replay: steps after which the pool is emptied
+    c.refill.most_success = 1.0  # replay: highest success rate of a question taken again
+    c.refill.file = ""  # seed: labelled questions
 
     c.training = ConfigDict()  # shape of packed micro-batches
     c.training.rows = 8  # rows of a micro-batch
@@ -112,6 +197,7 @@ def get_config() -> ConfigDict:
     c.training.lora.targets = ("q", "k", "v", "o", "gate", "up", "down")  # matrices with adapters
 
     c.evaluation = ConfigDict()
+    c.evaluation.tasks = ""  # measure the solver by these; "" takes the world's heldout.jsonl
     c.evaluation.draws = 10_000  # bootstrap draws
     c.evaluation.every_iteration = True  # also between the first and the last
 

@@ -23,7 +23,7 @@ def get_config(arg: str = ""):
     c.schedule.proposer_steps = 6
     c.schedule.solver_steps = 24
     c.schedule.tasks = 384
-    c.schedule.max_chains = 576
+    c.schedule.max_seeds = 576
     c.solver.decay = True
     c.proposer.decay = True
     # In this world one passage often gives the answer away by the relation's word alone, so that
@@ -50,13 +50,13 @@ def get_config(arg: str = ""):
     c.solver.tasks_per_step = 32
     c.solver.learning_rate = 2e-4
     c.proposer.slots = 96
-    c.proposer.chains_per_step = 96
+    c.proposer.seeds_per_step = 96
     c.proposer.learning_rate = 2e-4
     c.schedule.iterations = 3
     c.schedule.proposer_steps = 10
     c.schedule.solver_steps = 50
     c.schedule.tasks = 1600
-    c.schedule.max_chains = 2304
+    c.schedule.max_seeds = 2304
     c.training.rows = 32
     c.checkpoint.every = 100
     return c

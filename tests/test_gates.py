@@ -85,28 +85,3 @@ def test_grounded():
     assert gates.grounded(("Rhone", "sequana"), ("x", "y", "the Sequana"), 2)  # by an alias
     with pytest.raises(ValueError, match="3 passages"):
         gates.grounded(ANSWERS, PASSAGES[:2], 2)
-
-
-@pytest.mark.parametrize(
-    ("output", "s_fmt", "reason"),
-    [
-        (OUTPUT, 1.0, ""),
-        (OUTPUT.replace("capital of France", "Seine"), 0.75, "answer in question"),
-        (OUTPUT.replace("<answer> Seine", "<answer> Loire"), 0.75, "answer is not the target"),
-        (OUTPUT.replace("<think> France, capital, river</think>", ""), 0.75, "no reasoning"),
-        (OUTPUT.replace("</question>", ""), 0.25, "not exactly one question"),
-        ("", 0.0, "no question"),
-    ],
-)
-def test_gate_dr_free(output, s_fmt, reason):
-    got = gates.gate_dr_free(gates.parse_proposal(output), ANSWERS, PASSAGES, 2)
-    assert (got.s_fmt, got.grounded, got.reason) == (s_fmt, True, reason)
-    assert got.passed == (reason == "")
-    assert got.fmt_parts.score == got.s_fmt
-
-
-def test_gate_dr_free_without_grounding():
-    passages = ("France: near the Seine.", "Paris: a city.", "Loire: a river.")
-    got = gates.gate_dr_free(gates.parse_proposal(OUTPUT), ANSWERS, passages, 2)
-    assert (got.s_fmt, got.grounded, got.passed) == (1.0, False, False)
-    assert got.reason == "answer not beyond the seed"

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 import tiny
 from tiny_world import tiny_world
+from written import judge_chain
 
 from zest_jax.learning.likelihood import as_rows, sequence_log_likelihood, target_log_probs
 from zest_jax.learning.packing import Item, PackSpec, pack
 from zest_jax.models import bind
 from zest_jax.rewards.information_gain import FULL, HOP_1, NONE, ONE_SHOT, SOURCE
 from zest_jax.rollout.protocols import PLAIN_SEARCH
-from zest_jax.tasks.proposals import context_items, judge
+from zest_jax.tasks.proposals import context_items
 from zest_jax.tasks.types import Chain
 
 LENGTH = 24
@@ -125,11 +126,12 @@ FRANCE, PARIS, SEINE = (
 )
 TWO = Chain("fr|capital|pa|river|se", (0, 1, 2), (0, 1))
 ONE = Chain("pa|river|se", (1, 2), (1,))
+LONGEST = 400
 
 
 def proposal(chain, world, question, answer="Seine"):
     output = f"<think> so</think><question> {question}</question><answer> {answer}</answer>"
-    return judge(chain, output, world)
+    return judge_chain(chain, output, world)
 
 
 @pytest.fixture
@@ -141,7 +143,7 @@ def contexts(tmp_path):
         proposal(ONE, world, "What is the river of Paris?"),
     ]
     shown = [SEINE, FRANCE, PARIS]
-    return context_items(proposals, shown, world, PLAIN_SEARCH, tiny.encode, columns=6)
+    return context_items(proposals, shown, PLAIN_SEARCH, tiny.encode, columns=6, longest=LONGEST)
 
 
 def test_contexts_are_the_solvers_own_words(contexts):
@@ -187,3 +189,17 @@ def test_contexts_score_as_sequences_of_their_own(contexts):
         want[owner] = tiny.target_log_probs(config, params, item, longest).mean()
     np.testing.assert_allclose(loglik, want, atol=1e-5)
     assert np.ptp(want[owners]) > 0.01, "contexts that all score alike would prove nothing"
+
+
+def test_a_context_that_is_too_long_loses_passages_and_no_word_of_the_answer(tmp_path):
+    world = tiny_world(tmp_path)
+    one = proposal(TWO, world, "What is the river of the capital of France?")
+    longest = 60
+    items, owners, _ = context_items([one], [SEINE], PLAIN_SEARCH, tiny.encode, 6, longest)
+    (answer,) = tiny.encode([" Seine"])
+    (tag,) = tiny.encode(["<answer>"])
+    full = items[owners.index(FULL)]
+    assert len(full.ids) == longest and full.ids[full.targets].tolist() == answer
+    assert full.ids[: full.targets[0]].tolist()[-len(tag) :] == tag
+    (whole,) = tiny.encode(["Q: What is the river of the capital of France?\n"])
+    assert full.ids[: len(whole)].tolist() == whole

@@ -26,6 +26,7 @@ from zest_jax.models.cache import empty_cache
 from zest_jax.models.config import MATRICES, LoraSpec
 from zest_jax.models.lora import add_lora, fingerprint, join, merge_lora, split_lora
 from zest_jax.parallel.sharding import RULES
+from zest_jax.rewards.terms import Signals
 
 VOCAB, LENGTH = 40, 16
 SPEC = LoraSpec(rank=3, alpha=6.0)
@@ -233,17 +234,15 @@ def test_the_proposers_step_shares_its_base_with_the_anchor(shallow):
     batch = ProposalBatch(
         proposals=batch_of(1),
         contexts=batch_of(2),
-        valid_BC=np.ones((ROWS, 1), bool),
-        format_B=np.ones(ROWS, np.float32),
-        grounded_B=np.ones(ROWS, bool),
-        hops_B=np.ones(ROWS, np.int32),
+        signals=Signals(*[np.ones(ROWS, np.float32)] * 5, np.ones((ROWS, 1), bool)),
+        group_B=np.ones(ROWS, np.int32),
         reward_order_B=np.arange(ROWS),
     )
     spec = UpdateSpec(1e-3)
 
     @jax.jit
     def step(state, anchor, batch, frozen):
-        def reward(loglik_BC, batch):
+        def reward(signals, loglik_BC):
             return {"reward": loglik_BC[:, 0]}
 
         return updates.proposer_update(

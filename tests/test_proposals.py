@@ -3,10 +3,12 @@
 import numpy as np
 import pytest
 from tiny_world import tiny_world
+from written import judge_chain, judge_one, output, written
 
 from zest_jax.errors import UserError
 from zest_jax.tasks.atlas import load_atlas
-from zest_jax.tasks.proposals import answer_in_source, draw_chains, judge, tasks_of
+from zest_jax.tasks.proposals import answer_in_source, best_of, tasks_of
+from zest_jax.tasks.sources.chains import Chains, chain_seed
 from zest_jax.tasks.types import Chain
 
 FRANCE, PARIS, SEINE, LOIRE, BERLIN = range(5)
@@ -20,18 +22,15 @@ def world(tmp_path):
     return tiny_world(tmp_path)
 
 
-def output(question, answer, think="<think> so</think>"):
-    return f"{think}<question> {question}</question><answer> {answer}</answer>"
-
-
 GOOD = output("What is the river of the capital of France?", "Seine")
 
 
 def test_a_good_proposal_passes(world):
-    got = judge(TWO, GOOD, world)
-    assert got.gate.passed and got.gate.s_fmt == 1.0 and got.gate.reason == ""
-    assert got.parsed.question == "What is the river of the capital of France?"
-    assert (got.chain, got.output, got.parsed.answer) == (TWO, GOOD, "Seine")
+    got = judge_chain(TWO, GOOD, world)
+    assert got.passed and got.format == 1.0 and got.reason == ""
+    assert got.written.question == "What is the river of the capital of France?"
+    assert (got.seed.chain_id, got.written.output) == (TWO.id, GOOD)
+    assert got.written.answers == ("Seine",) and got.written.parsed.answer == "Seine"
 
 
 @pytest.mark.parametrize(
@@ -45,53 +44,39 @@ def test_a_good_proposal_passes(world):
     ],
 )
 def test_a_bad_one_does_not(world, text, s_fmt, reason):
-    got = judge(TWO, text, world)
-    assert (got.gate.s_fmt, got.gate.reason, got.gate.passed) == (s_fmt, reason, False)
+    got = judge_chain(TWO, text, world)
+    assert (got.format, got.reason, got.passed) == (s_fmt, reason, False)
 
 
 def test_the_answers_own_title_grounds_nothing(world):
     # Berlin's passage ("A town.") and those before it do not name Berlin; its title would.
     chain = Chain("pa|country|fr|friend|be", (PARIS, FRANCE, BERLIN), (HOME, FRIEND))
-    got = judge(chain, output("Who is the friend of the home of Paris?", "Berlin"), world)
-    assert got.gate.s_fmt == 1.0
-    assert not got.gate.grounded and not got.gate.passed
-    assert got.gate.reason == "answer not beyond the seed"
-
-
-def test_a_question_that_does_not_fit_cannot_be_asked(world):
-    asked = []
-
-    def fits(question):
-        asked.append(question)
-        return len(question) < 20
-
-    got = judge(TWO, GOOD, world, fits)
-    assert asked == ["What is the river of the capital of France?"]
-    assert got.parsed.question is None and got.parsed.think == "so"
-    assert (got.gate.s_fmt, got.gate.reason) == (0.25, "question too long")
-    assert judge(TWO, output("What river is it?", "Seine"), world, fits).gate.passed
-    judge(TWO, "no question", world, fits)
-    assert len(asked) == 2, "without a question there is nothing to measure"
+    got = judge_chain(chain, output("Who is the friend of the home of Paris?", "Berlin"), world)
+    assert got.format == 1.0 and not got.passed
+    assert got.reason == "answer not beyond the seed"
 
 
 def test_answer_in_source(world):
-    assert answer_in_source(ONE, world)  # France's passage names its capital
-    assert not answer_in_source(TWO, world)
+    def in_source(chain):
+        return answer_in_source(written(chain_seed(chain, world), ""))
+
+    assert in_source(ONE)  # France's passage names its capital
+    assert not in_source(TWO)
     # Seine's passage names Loire, so that the question needs no second passage.
     shortcut = Chain("se|friend|pa|x|lo", (SEINE, PARIS, LOIRE), (FRIEND, FRIEND))
-    assert answer_in_source(shortcut, world)
+    assert in_source(shortcut)
 
 
 def test_tasks_are_those_that_passed_and_each_question_once(world):
     proposed = [
-        judge(TWO, GOOD, world),
-        judge(TWO, output("What is the Seine?", "Seine"), world),  # leaks
-        judge(ONE, output("What is the capital of France?", "Paris"), world),
-        judge(TWO, GOOD, world),  # twice
-        judge(ONE, output("What is France's capital?", "Paris"), world),
-        judge(ONE, output("What is the capital of France?", "Paris"), world),  # twice
+        judge_chain(TWO, GOOD, world),
+        judge_chain(TWO, output("What is the Seine?", "Seine"), world),  # leaks
+        judge_chain(ONE, output("What is the capital of France?", "Paris"), world),
+        judge_chain(TWO, GOOD, world),  # twice
+        judge_chain(ONE, output("What is France's capital?", "Paris"), world),
+        judge_chain(ONE, output("What is the capital of France?", "Paris"), world),  # twice
     ]
-    tasks, duplicates = tasks_of(proposed, world, iteration=3, most=9)
+    tasks, duplicates = tasks_of(proposed, iteration=3, most=9)
     assert duplicates == 2
     assert [t.question for t in tasks] == [
         "What is the river of the capital of France?",
@@ -103,39 +88,69 @@ def test_tasks_are_those_that_passed_and_each_question_once(world):
     assert (first.answers, first.hops, first.source_id) == (("Seine",), 2, "fr")
     assert first.evidence == ("fr", "pa", "se")
     assert (first.iteration, first.chain_id) == (3, TWO.id)
-    assert first.meta == {"proposal": GOOD, "answer_in_source": False}
+    assert first.meta == {
+        "proposal": GOOD,
+        "answer_in_source": False,
+        "probe": "",
+        "seed": TWO.id,
+    }
     assert tasks[1].meta["answer_in_source"] is True
 
 
 def test_no_more_tasks_than_wanted_but_all_duplicates_are_counted(world):
     proposed = [
-        judge(ONE, output(f"What is the capital of France, {n}?", "Paris"), world)
+        judge_chain(ONE, output(f"What is the capital of France, {n}?", "Paris"), world)
         for n in (0, 1, 2, 2)
     ]
-    tasks, duplicates = tasks_of(proposed, world, iteration=0, most=2)
+    tasks, duplicates = tasks_of(proposed, iteration=0, most=2)
     assert [t.id for t in tasks] == ["iteration0-0", "iteration0-1"]
     assert duplicates == 1
 
 
+def ANY(seed):  # noqa: N802
+    return True
+
+
+def test_refused_questions_stay_only_where_they_are_asked_for(world):
+    leaking = judge_chain(TWO, output("What is the Seine?", "Seine"), world)
+    nothing = judge_chain(TWO, "", world)
+    assert tasks_of([leaking, nothing], 0, 9) == ([], 0)
+    (task,), _ = tasks_of([leaking, nothing], 0, 9, keep_refused=True, most_words=3)
+    assert task.question == "What is the", "cut to three words"
+
+
+def test_of_the_proposals_of_a_seed_the_best_format_is_kept_and_the_first_of_equals(world):
+    bad = judge_chain(TWO, "", world)
+    half = judge_chain(TWO, output("What river is it?", "Loire"), world)
+    good = judge_chain(TWO, GOOD, world)
+    other = judge_chain(ONE, output("What is the capital of France?", "Paris"), world)
+    assert best_of([bad, half, good, half, other, other], 3) == [good, other]
+    assert best_of([bad, half, half, bad], 2) == [half, half]
+    ungrounded = judge_one(good.written, gates=("distinct_queries",))
+    assert not ungrounded.passed and best_of([ungrounded, good], 2) == [good]
+
+
 def test_chains_are_drawn_in_equal_shares_and_mixed():
     atlas = load_atlas()
-    chains = draw_chains(atlas, 31, 3, np.random.default_rng(0))
+    chains = Chains(atlas, 3).draw(31, np.random.default_rng(0), ANY)
     hops = [c.hops for c in chains]
     assert [hops.count(h) for h in (1, 2, 3)] == [10, 10, 11]
     assert hops != sorted(hops)
-    assert all(atlas.train[list(c.entities)].all() for c in chains)
-    assert chains == draw_chains(atlas, 31, 3, np.random.default_rng(0))
-    assert chains != draw_chains(atlas, 31, 3, np.random.default_rng(1))
-    assert {c.hops for c in draw_chains(atlas, 5, 1, np.random.default_rng(0))} == {1}
+    train = {atlas.graph.entity_ids[e] for e in np.flatnonzero(atlas.train)}
+    assert all(set(c.chain_id.split("|")[::2]) <= train for c in chains)
+    assert chains == Chains(atlas, 3).draw(31, np.random.default_rng(0), ANY)
+    assert chains != Chains(atlas, 3).draw(31, np.random.default_rng(1), ANY)
+    assert {c.hops for c in Chains(atlas, 1).draw(5, np.random.default_rng(0), ANY)} == {1}
 
 
 def test_chains_that_do_not_fit_are_replaced_by_others():
     atlas = load_atlas()
     rng = np.random.default_rng(4)
-    odd = lambda chain: chain.entities[0] % 2 == 1  # noqa: E731
-    chains = draw_chains(atlas, 30, 3, rng, odd)
+    rows = {name: row for row, name in enumerate(atlas.graph.entity_ids)}
+    odd = lambda seed: rows[seed.source_id] % 2 == 1  # noqa: E731
+    chains = Chains(atlas, 3).draw(30, rng, odd)
     assert [sum(c.hops == h for c in chains) for h in (1, 2, 3)] == [10, 10, 10]
     assert all(odd(c) for c in chains)
     assert len({c.id for c in chains}) == 30
     with pytest.raises(UserError, match="proposer.prompt_length"):
-        draw_chains(atlas, 30, 3, rng, lambda chain: False)
+        Chains(atlas, 3).draw(30, rng, lambda seed: False)

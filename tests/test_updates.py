@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+import written
 
 from zest_jax.learning import updates
 from zest_jax.learning.advantages import HRPO
@@ -20,12 +21,11 @@ from zest_jax.rewards.information_gain import (
     NONE,
     ONE_SHOT,
     SOURCE,
-    dr_free_reward,
-    information_gain,
 )
+from zest_jax.rewards.terms import Signals, proposer_reward
 from zest_jax.rollout.protocols import PLAIN_SEARCH
 from zest_jax.rollout.state import RolloutSpec
-from zest_jax.train import _sampled_items
+from zest_jax.solving import sampled_items
 
 # One shape for (almost) all tests, since every other one is another program to compile.
 VOCAB, LENGTH, COUNT, EPISODES = 40, 16, 9, 16
@@ -108,7 +108,7 @@ def first_update(sampled, items, temperature):
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_the_trainer_gives_every_token_the_probability_it_was_drawn_with(sampled, temperature):
     episodes = sampled[2][temperature]
-    items = _sampled_items(episodes)
+    items = sampled_items(episodes)
     metrics, advantage_B = first_update(sampled, items, temperature)
     assert abs(metrics["kl_to_sampler"]) < 1e-6
     assert metrics["exp_abs_delta"] < 1.001
@@ -122,11 +122,11 @@ def test_the_trainer_gives_every_token_the_probability_it_was_drawn_with(sampled
 
 
 def test_another_temperature_or_one_token_off_would_be_seen(sampled):
-    metrics, _ = first_update(sampled, _sampled_items(sampled[2][0.7]), 1.0)
+    metrics, _ = first_update(sampled, sampled_items(sampled[2][0.7]), 1.0)
     assert metrics["kl_to_sampler"] > 1e-3 and metrics["exp_abs_delta"] > 1.01
     shifted = [
         dataclasses.replace(i, targets=np.maximum(i.targets - 1, 1))
-        for i in _sampled_items(sampled[2][1.0])
+        for i in sampled_items(sampled[2][1.0])
     ]
     metrics, _ = first_update(sampled, shifted, 1.0)
     assert metrics["kl_to_sampler"] > 1e-2
@@ -134,7 +134,7 @@ def test_another_temperature_or_one_token_off_would_be_seen(sampled):
 
 def test_a_choice_of_rows_is_packed_as_such(sampled):
     episodes = sampled[2][1.0]
-    one, two = _sampled_items(episodes, [7, 2])
+    one, two = sampled_items(episodes, [7, 2])
     assert one.ids.tolist() == episodes.ids_NL[7, : episodes.length_N[7]].tolist()
     assert two.ids[two.targets].tolist() == episodes.sampled_ids(2)
     assert two.logp.tolist() == episodes.logp_NL[2][episodes.mask_NL[2]].tolist()
@@ -266,9 +266,8 @@ HOPS = np.array([1, 2, 2, 1, 2, 3, 2, 1, 2], np.int32)
 COLUMNS = HOP_1 + 3
 
 
-def dr_free(loglik_BC, batch):
-    gain_B = information_gain(loglik_BC, batch.hops_B, batch.valid_BC)
-    return {"reward": dr_free_reward(batch.format_B, batch.grounded_B, gain_B), "gain": gain_B}
+def dr_free(signals, loglik_BC):
+    return proposer_reward(signals, loglik_BC, options=written.CONFIG.reward)
 
 
 def proposal_batch(config, params, anchor, seed, hops=HOPS, order=None):
@@ -289,10 +288,15 @@ def proposal_batch(config, params, anchor, seed, hops=HOPS, order=None):
     batch = ProposalBatch(
         proposals=pack(proposals, PACKS),
         contexts=pack(contexts, PackSpec(4, 2 * LENGTH, 32, 16), owners),
-        valid_BC=valid_BC,
-        format_B=format_B,
-        grounded_B=grounded_B,
-        hops_B=hops,
+        signals=Signals(
+            format_B=format_B,
+            passed_B=(format_B == 1) & grounded_B,
+            hops_B=hops,
+            probed_B=np.zeros(B, bool),
+            difficulty_B=np.zeros(B, np.float32),
+            valid_BC=valid_BC,
+        ),
+        group_B=hops,
         reward_order_B=np.arange(B) if order is None else order,
     )
     loglik_BC = np.zeros(B * COLUMNS)
@@ -304,15 +308,15 @@ def proposal_batch(config, params, anchor, seed, hops=HOPS, order=None):
 def by_hand(loglik_BC, batch):
     """Gain and reward of every proposal, in plain Python from the formulas of the paper."""
     gains, rewards = [], []
-    for b, hops in enumerate(batch.hops_B):
-        valid = batch.valid_BC[b]
+    for b, hops in enumerate(batch.signals.hops_B):
+        valid = batch.signals.valid_BC[b]
         evidence = ONE_SHOT if hops == 1 else FULL
         shortcuts = [NONE] if hops == 1 else [NONE, SOURCE, ONE_SHOT, *range(HOP_1, HOP_1 + hops)]
         gain = 0.0
         if valid[evidence]:
             gain = loglik_BC[b, evidence] - max(loglik_BC[b, c] for c in shortcuts if valid[c])
-        reward = 0.2 * batch.format_B[b]
-        if batch.format_B[b] == 1 and batch.grounded_B[b]:
+        reward = 0.2 * batch.signals.format_B[b]
+        if batch.signals.passed_B[b]:
             reward += 3 * np.tanh(max(0.0, gain) / 3)
         gains.append(gain)
         rewards.append(reward)

@@ -61,7 +61,8 @@ class Asked:
       config, params, tokenizer, eos_ids: the policy.
       protocol: how the episode is written, its prompt as the policy is given it.
       sizes: of an episode, where a run has set them.
-      world: the passages of its run; None without one.
+      world: what answered the searches of its run; None without one.
+      retrieved: passages that its run had of a search.
     """
 
     name: str
@@ -71,7 +72,8 @@ class Asked:
     eos_ids: list[int]
     protocol: Protocol
     sizes: RolloutSpec | None = None
-    world: WorldRetriever | None = None
+    world: PassageRetriever | None = None
+    retrieved: int = 3
 
 
 class WorldRetriever(TextRetriever):
@@ -233,6 +235,10 @@ def load_run(workdir: str, values: flags.FlagValues) -> Asked:
         protocol = _fill(assembly.protocol(values.protocol), parts.tokenizer, values.chat)
     elif values.chat is not None:
         raise UserError("a run's policy is asked as it was trained; leave --chat out.")
+    retriever = parts.retrieval.host
+    if retriever is None:
+        own = parts.retrieval.on_device["solver"]
+        retriever = WorldRetriever(own, parts.tokenizer, parts.world.passages)
     return Asked(
         f"{workdir}, step {step}",
         parts.policy,
@@ -241,7 +247,8 @@ def load_run(workdir: str, values: flags.FlagValues) -> Asked:
         assembly.end_ids(parts.generation),
         protocol,
         None if values.protocol else spec,
-        WorldRetriever(parts.retriever, parts.tokenizer, parts.atlas.passages),
+        retriever,
+        parts.retrieval.top_k,
     )
 
 
@@ -292,13 +299,13 @@ def sizes(
             )
     action = values.max_tokens if values.max_tokens is not None else longest
     searches = values.max_searches if values.max_searches is not None else searches
-    top_k = values.top_k or (who.world.retrieved if who.world else 3)
+    top_k = values.top_k or who.retrieved
     frame = protocol.layout.frame(
         lambda texts: [_encode(who.tokenizer, t) for t in texts], U, top_k
     )
     observation = frame.length + PASSAGE_TOKENS * U * top_k
     observation = min(observation, limits.observation or observation)
-    if run and who.world and top_k == who.world.retrieved:
+    if run and who.world and top_k == who.retrieved:
         observation = run.observation_length
     if not searching:
         searches, observation = 0, 0

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from zest_jax import preflight
 from zest_jax.errors import UserError
+from zest_jax.learning.advantages import AdvantageSpec
 from zest_jax.learning.packing import PackSpec
 from zest_jax.learning.updates import UpdateSpec
 from zest_jax.models import PolicyConfig, init_params
@@ -20,12 +21,17 @@ from zest_jax.models.config import LoraSpec
 from zest_jax.models.hf import load_generation, load_pretrained, read_tokenizer
 from zest_jax.models.lora import add_lora, fingerprint, join, split_lora
 from zest_jax.models.policy import Params
-from zest_jax.retrieval import Retriever
-from zest_jax.rollout.protocols import Protocol, find, in_chat_template
+from zest_jax.retrieving import Retrieval, build_retrieval, index_world
+from zest_jax.rollout.protocols import SEARCH, Protocol, find, in_chat_template
 from zest_jax.rollout.sampler import Sampler
 from zest_jax.rollout.state import RolloutSpec
 from zest_jax.tasks.atlas import Atlas, load_atlas
 from zest_jax.tasks.cloning import Mix
+from zest_jax.tasks.reader import READER, Reader
+from zest_jax.tasks.sources import SOURCES, SeedSource, TaskSource
+from zest_jax.tasks.sources.labelled import without_evaluated
+from zest_jax.tasks.types import Task, read_tasks
+from zest_jax.tasks.world import World
 from zest_jax.tracing import TraceCounter
 
 
@@ -34,7 +40,8 @@ class Parts:
     """What a run is made of.
 
     Attributes:
-      atlas: the world.
+      world: corpus and questions.
+      source: where seeds or labelled tasks come from.
       tokenizer: the policy's.
       encode: texts -> token ids.
       policy: shape of the policy (proposer, solver and anchor share it so far).
@@ -43,11 +50,13 @@ class Parts:
       origin: where that came from, in words.
       attention: which back end was chosen, and why.
       generation: its generation_config.json, {} for random weights.
-      retriever: the passages, on device.
-      solver_sampler, proposer_sampler: compiled rollouts.
+      retrieval: what answers searches.
+      solver_sampler, proposer_sampler: compiled rollouts; no proposer where nothing is proposed.
+      reader: answers from given passages; None where no gate asks for it.
     """
 
-    atlas: Atlas
+    world: World
+    source: SeedSource | TaskSource
     tokenizer: Any
     encode: Callable[[Sequence[str]], list[list[int]]]
     policy: PolicyConfig
@@ -56,9 +65,24 @@ class Parts:
     origin: str
     attention: str
     generation: dict[str, Any]
-    retriever: Retriever
+    retrieval: Retrieval
     solver_sampler: Sampler
-    proposer_sampler: Sampler
+    proposer_sampler: Sampler | None
+    reader: Reader | None
+
+    @property
+    def atlas(self) -> Atlas:
+        """The world's facts.
+
+        Raises:
+          UserError: it has none.
+        """
+        if self.world.atlas is None:
+            raise UserError(
+                "scripted episodes need a world with facts: give warm_start.file, or set "
+                "warm_start.steps=0."
+            )
+        return self.world.atlas
 
     def whole(self, params: Params) -> Params:
         """All parameters of a policy of which `params` are trained, without copying any."""
@@ -72,17 +96,7 @@ def build(config: Any, traces: TraceCounter) -> Parts:
       UserError: a folder, a file of the world, a protocol or a length does not fit.
     """
     preflight.check_fields(config)
-    atlas = load_atlas(config.world.folder or None)
-    needed = {
-        "heldout": (config.schedule.iterations, atlas.heldout_tasks),
-        "validation": (config.warm_start.steps, atlas.validation_tasks),
-    }
-    for name, (used, tasks) in needed.items():
-        if used and not tasks:
-            raise UserError(
-                f"{atlas.folder / name}.jsonl: no such file; expected questions to measure the "
-                "solver by."
-            )
+    world = find_world(config)
     lora, frozen = lora_spec(config), None
     generation: dict[str, Any] = {}
     # A frozen policy is only computed with, so it is kept in the type of that.
@@ -94,7 +108,9 @@ def build(config: Any, traces: TraceCounter) -> Parts:
         generation = load_generation(folder)
         origin = config.policy.folder
     else:
-        tokenizer = read_tokenizer(atlas.tokenizer_folder)
+        if world.atlas is None:
+            raise UserError("a run on an index needs a policy to start from: set policy.folder.")
+        tokenizer = read_tokenizer(world.atlas.tokenizer_folder)
         policy = PolicyConfig(
             vocab_size=len(tokenizer),
             width=config.policy.width,
@@ -120,44 +136,41 @@ def build(config: Any, traces: TraceCounter) -> Parts:
         # Not verbose: what is too long is our own business, with an error of its own.
         return tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
 
-    s, p, r = config.solver, config.proposer, config.retrieval
-    solver_protocol, proposer_protocol = protocol(s.protocol), protocol(p.protocol)
+    protocols = {role: protocol(config[role].protocol) for role in ("solver", "proposer")}
     if config.policy.chat:
-        solver_protocol, proposer_protocol = (
-            in_chat_template(each, tokenizer, config.policy.system)
-            for each in (solver_protocol, proposer_protocol)
-        )
-    most = solver_protocol.most_queries
-    shown = encode(
-        [
-            solver_protocol.show_results([[(p.title, p.text)] * r.top_k] * most)
-            for p in atlas.passages
-        ]
-    )
-    longest = max(range(len(shown)), key=lambda n: len(shown[n]))
-    if len(shown[longest]) > s.observation_length:
-        raise UserError(
-            f"{atlas.folder / 'passages.jsonl'}: passage {atlas.passages[longest].id} has "
-            f"{len(shown[longest])} tokens with its tags, shown "
-            f"{r.top_k * most} at a time, more than "
-            f"solver.observation_length={s.observation_length}; raise it, lower retrieval.top_k or "
-            "shorten the passage."
-        )
-    retriever = Retriever.build(
-        tokenizer,
-        [passage.title for passage in atlas.passages],
-        [passage.text for passage in atlas.passages],
-        layout=solver_protocol.layout,
-        retrieved=r.top_k,
-        queries=most,
-        observation_length=s.observation_length,
-        text_weight=r.text_weight,
-        dimension=r.dimension,
-        vocab_size=policy.vocab_size,
-    )
+        protocols = {
+            role: in_chat_template(each, tokenizer, config.policy.system)
+            for role, each in protocols.items()
+        }
+    retrieval = build_retrieval(config, world, tokenizer, policy.vocab_size, protocols, traces)
     specs = rollout_specs(config)
+    capacity = {
+        "solver": max(
+            config.solver.tasks_per_step * config.solver.group_size, 4 * config.solver.slots
+        ),
+        "proposer": max(
+            config.proposer.seeds_per_step * config.proposer.samples, 16 * config.proposer.slots
+        ),
+        "reader": 4 * config.solver.slots,
+    }
+    samplers = {}
+    for role, spec in specs.items():
+        samplers[role] = retrieval.sampler(
+            role,
+            policy=policy,
+            spec=spec,
+            protocol=protocols.get(role, READER),
+            tokenizer=tokenizer,
+            capacity=capacity[role],
+            traces=traces,
+            eos_ids=end_ids(generation),
+        )
+    reader = None
+    if "reader" in samplers:
+        reader = Reader(samplers["reader"], protocols["solver"], encode)
     return Parts(
-        atlas=atlas,
+        world=world,
+        source=SOURCES.find(config.source.kind)(config, world),
         tokenizer=tokenizer,
         encode=encode,
         policy=policy,
@@ -166,30 +179,45 @@ def build(config: Any, traces: TraceCounter) -> Parts:
         origin=origin,
         attention=attention,
         generation=generation,
-        retriever=retriever,
-        solver_sampler=Sampler(
-            "solver_rollout",
-            policy,
-            specs["solver"],
-            solver_protocol,
-            tokenizer,
-            retriever,
-            max(s.tasks_per_step * s.group_size, 4 * s.slots),
-            traces,
-            end_ids(generation),
-        ),
-        proposer_sampler=Sampler(
-            "proposer_rollout",
-            policy,
-            specs["proposer"],
-            proposer_protocol,
-            tokenizer,
-            None,
-            max(p.chains_per_step, 16 * p.slots),
-            traces,
-            end_ids(generation),
-        ),
+        retrieval=retrieval,
+        solver_sampler=samplers["solver"],
+        proposer_sampler=samplers.get("proposer"),
+        reader=reader,
     )
+
+
+def find_world(config: Any) -> World:
+    """The corpus and the questions that a config names.
+
+    Raises:
+      UserError: a file is missing or broken, or there are no questions to measure a solver by.
+    """
+    if config.retrieval.index and not config.world.folder:
+        world = index_world(config.retrieval.index)
+    else:
+        world = World.of_atlas(load_atlas(config.world.folder or None))
+    if config.evaluation.tasks:
+        tasks = tuple(read_tasks(config.evaluation.tasks))
+        world = dataclasses.replace(world, heldout_tasks=tasks)
+    needed = {
+        "heldout": (config.schedule.iterations, world.heldout_tasks),
+        "validation": (config.warm_start.steps, world.validation_tasks),
+    }
+    for name, (used, tasks) in needed.items():
+        if used and not tasks:
+            if world.atlas is None:
+                raise UserError(
+                    "a run on an index needs questions to measure the solver by: set "
+                    "evaluation.tasks."
+                    if name == "heldout"
+                    else "a warm start is stopped by validation questions, which an index has "
+                    "none of; set warm_start.steps=0."
+                )
+            raise UserError(
+                f"{world.atlas.folder / name}.jsonl: no such file; expected questions to measure "
+                "the solver by."
+            )
+    return world
 
 
 def policy_folder(name: str) -> str:
@@ -242,34 +270,61 @@ def update_specs(config: Any) -> dict[str, UpdateSpec]:
             clip_low=r.clip_low,
             clip_high=r.clip_high,
             temperature=r.temperature,
+            kl_weight=r.kl_weight,
+            kl_kind=r.kl_kind,
             **shared,
         )
     return specs
 
 
+def advantage_of(config: Any, role: str) -> Callable[..., jax.Array]:
+    """The estimator of a role: rewards, group keys (and `valid_B`) to advantages; jittable."""
+    fields = dict(config[role].advantage.items())
+    scale = fields.pop("post_scale")
+    spec = AdvantageSpec(**fields)
+
+    def estimate(
+        reward_B: jax.Array, group_B: jax.Array, valid_B: jax.Array | None = None
+    ) -> jax.Array:
+        scale_B = None if scale == 1.0 else jnp.full(reward_B.shape, scale, jnp.float32)
+        return spec(reward_B, group_B, scale_B, valid_B)
+
+    return estimate
+
+
 def rollout_specs(config: Any) -> dict[str, RolloutSpec]:
-    """Sizes of the roles' episodes."""
+    """Sizes of the episodes of the roles that a run has, and of the gates' reader."""
     s, p = config.solver, config.proposer
-    solver, proposer = protocol(s.protocol), protocol(p.protocol)
-    return {
-        "solver": RolloutSpec(
-            slots=s.slots,
-            prompt_length=s.prompt_length,
-            action_length=s.action_length,
-            observation_length=s.observation_length,
-            searches=s.searches,
+    specs = {}
+    for role, r in (("solver", s), ("proposer", p)):
+        if role == "proposer" and config.schedule.kind == "labelled":
+            continue
+        spoken = protocol(r.protocol)
+        searches = r.searches if spoken.kind(SEARCH) else 0
+        specs[role] = RolloutSpec(
+            slots=r.slots,
+            prompt_length=r.prompt_length,
+            action_length=r.action_length,
+            observation_length=r.observation_length if searches else 0,
+            searches=searches,
             query_length=config.retrieval.query_length,
             wait_fraction=s.wait_fraction,
-            queries=solver.most_queries,
-            response_length=solver.limits.response,
-        ),
-        "proposer": RolloutSpec(
-            slots=p.slots,
-            prompt_length=p.prompt_length,
-            action_length=p.action_length,
-            response_length=proposer.limits.response,
-        ),
-    }
+            queries=spoken.most_queries,
+            response_length=spoken.limits.response,
+        )
+    if needs_reader(config):
+        specs["reader"] = RolloutSpec(
+            slots=s.slots,
+            prompt_length=config.gates.reading_length,
+            action_length=s.action_length,
+        )
+    return specs
+
+
+def needs_reader(config: Any) -> bool:
+    """Whether a gate asks a model."""
+    proposing = config.schedule.kind != "labelled"
+    return proposing and bool({"rag", "closed_book"} & set(config.proposer.gates))
 
 
 def pack_specs(config: Any) -> dict[str, PackSpec]:
@@ -279,11 +334,9 @@ def pack_specs(config: Any) -> dict[str, PackSpec]:
     even if each needs a row of its own.
     """
     rollouts, hops = rollout_specs(config), config.world.max_hops
-    solver, proposer = rollouts["solver"], rollouts["proposer"]
-    # A context: the question, every passage of a chain, and the answer.
-    passages = config.solver.observation_length * max(hops + 1, config.retrieval.top_k)
-    context = config.solver.prompt_length + passages + config.solver.action_length
-    proposals = config.proposer.chains_per_step
+    solver, proposer = rollouts["solver"], rollouts.get("proposer", rollouts["solver"])
+    context = context_length(config)
+    proposals = config.proposer.seeds_per_step * config.proposer.samples
     shapes = {
         "warm_start": (config.warm_start.sequences, max(solver.length, proposer.length, context)),
         "solver": (config.solver.tasks_per_step * config.solver.group_size, solver.length),
@@ -295,6 +348,13 @@ def pack_specs(config: Any) -> dict[str, PackSpec]:
         name: PackSpec.for_items(count, config.training.rows, length, length // 2)
         for name, (count, length) in shapes.items()
     }
+
+
+def context_length(config: Any) -> int:
+    """Tokens of the longest context: the question, every passage of the evidence, the answer."""
+    parts = max(config.world.max_hops, config.proposer.searches) + 1
+    passages = config.solver.observation_length * max(parts, config.retrieval.top_k)
+    return config.solver.prompt_length + passages + config.solver.action_length
 
 
 def mix(config: Any, clean: bool) -> Mix:
@@ -316,12 +376,41 @@ def mix(config: Any, clean: bool) -> Mix:
 def initial_state(config: Any, params: Params) -> dict[str, Any]:
     """Everything that a checkpoint holds, as it is before the first update: of `Parts.params`, so
     that a frozen policy is in none."""
+    state = state_from(config, params)
+    if config.warm_start.steps:
+        state["solver"] = update_specs(config)["warm_start"].init(params)
+    return state
+
+
+def state_from(config: Any, params: Params) -> dict[str, Any]:
+    """The state of a run whose self-evolution begins with these parameters.
+
+    A role that shares its weights, or that there is not, has no state of its own; the policy that
+    training began with is kept where something looks back at it.
+    """
     specs = update_specs(config)
-    return {
-        "solver": specs["warm_start" if config.warm_start.steps else "solver"].init(params),
-        "proposer": specs["proposer"].init(params),
+    state: dict[str, Any] = {
+        "solver": specs["solver"].init(params),
         "anchor": jax.tree.map(jnp.copy, params),
     }
+    if proposer_state(config) == "proposer":
+        state["proposer"] = specs["proposer"].init(params)
+    if needs_base(config):
+        state["base"] = jax.tree.map(jnp.copy, params)
+    return state
+
+
+def proposer_state(config: Any) -> str | None:
+    """Name of the state that the proposer's weights are in; None where nothing is proposed."""
+    if config.schedule.kind == "labelled":
+        return None
+    return "solver" if config.policy.shared else "proposer"
+
+
+def needs_base(config: Any) -> bool:
+    """Whether a KL penalty or a probe looks back at the policy that training began with."""
+    probed = config.probe.model == "base" and config.schedule.kind != "labelled"
+    return bool(config.solver.kl_weight or config.proposer.kl_weight or probed)
 
 
 def base_of(parts: Parts) -> int | None:
@@ -349,7 +438,7 @@ class Phase:
     """One stretch of a run.
 
     Attributes:
-      kind: warm_start, proposer or solver.
+      kind: warm_start, proposer, solver or online (both in every step).
       iteration: counted from 0; -1 for the warm start.
       steps: most updates.
       title: for people.
@@ -368,9 +457,32 @@ def phases(config: Any) -> list[Phase]:
         out.append(Phase("warm_start", -1, config.warm_start.steps, "warm start"))
     for k in range(config.schedule.iterations):
         where = f"iteration {k + 1}/{config.schedule.iterations}"
-        out.append(Phase("proposer", k, config.schedule.proposer_steps, f"{where}: proposer"))
+        if config.schedule.kind == "online":
+            out.append(Phase("online", k, config.schedule.solver_steps, "proposer and solver"))
+            continue
+        if config.schedule.kind == "iterated" and not config.proposer.frozen:
+            out.append(Phase("proposer", k, config.schedule.proposer_steps, f"{where}: proposer"))
         out.append(Phase("solver", k, config.schedule.solver_steps, f"{where}: solver"))
     return out
+
+
+def begins(phases: Sequence[Phase], number: int) -> bool:
+    """Whether a phase is the first of its iteration."""
+    at = phases[number].iteration
+    return at >= 0 and (number == 0 or phases[number - 1].iteration != at)
+
+
+def refill_tasks(config: Any, world: World) -> list[Task]:
+    """The labelled questions that the refill rule `seed` draws from; [] for other rules.
+
+    Raises:
+      UserError: the rule has no file, or a broken one.
+    """
+    if config.refill.kind != "seed" or config.schedule.kind != "online":
+        return []
+    if not config.refill.file:
+        raise UserError("refill.kind=seed needs labelled questions: set refill.file.")
+    return without_evaluated(list(read_tasks(config.refill.file)), world)
 
 
 def random_key(seed: int, word: str, step: int) -> jax.Array:
@@ -388,7 +500,7 @@ def notes(config: Any) -> list[str]:
         "is something to mend: the gain shows that the loop mends it, not that reinforcement "
         "learning beats more or better cloning.",
     ]
-    if config.reward.without:
+    if config.reward.without and config.reward.weights.information_gain:
         left_out = ", ".join(config.reward.without)
         out.append(f"Left out of the shortcuts that the gain is measured against: {left_out}.")
     if config.control.shuffle_rewards:

@@ -42,9 +42,9 @@ def main(config: Any, workdir: str | None, values: flags.FlagValues) -> None:
     else:
         parts = assembly.build(config, TraceCounter())
         params, who = parts.whole(parts.params), parts.origin
-    tasks = list(read_tasks(values.tasks)) if values.tasks else list(parts.atlas.heldout_tasks)
+    tasks = list(read_tasks(values.tasks)) if values.tasks else list(parts.world.heldout_tasks)
     if not tasks:
-        raise UserError(f"{parts.atlas.folder} has no held-out questions; give --tasks=FILE.")
+        raise UserError(f"{parts.world.name} has no held-out questions; give --tasks=FILE.")
     sampler = (
         with_index(parts, values.index, values.top_k) if values.index else parts.solver_sampler
     )
@@ -84,7 +84,7 @@ def with_index(parts: assembly.Parts, index: str, top_k: int | None) -> Sampler:
         own.capacity,
         TraceCounter(),
         assembly.end_ids(parts.generation),
-        top_k=parts.retriever.retrieved if top_k is None else top_k,
+        top_k=parts.retrieval.top_k if top_k is None else top_k,
     )
 
 

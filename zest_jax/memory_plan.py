@@ -325,22 +325,26 @@ def plan_run(
     resident: list[Line] = []
     if policy.lora:
         resident.append(base_line(policy, policy.dtype, mesh))
-    for role in ("solver", "proposer"):
+    own = assembly.proposer_state(config)
+    for role in ("solver", "proposer") if own == "proposer" else ("solver",):
         resident += state_lines(role, policy, specs[role], mesh)
     resident.append(Line("anchor", per_device(_trained(policy), mesh)))
-    held = sum(x.nbytes for x in jax.tree.leaves(retriever) if hasattr(x, "nbytes"))
-    resident.append(Line("index and passages", held))
+    if assembly.needs_base(config):
+        resident.append(Line("base", per_device(_trained(policy), mesh)))
+    # Roles share an index, so that an array may stand there twice.
+    arrays = {id(x): x.nbytes for x in jax.tree.leaves(retriever) if hasattr(x, "nbytes")}
+    resident.append(Line("index and passages", sum(arrays.values())))
     used = {
         "warm_start": bool(config.warm_start.steps),
         "solver": bool(config.schedule.iterations and config.schedule.solver_steps),
-        "proposer": bool(config.schedule.iterations and config.schedule.proposer_steps),
+        "proposer": bool(own and config.schedule.iterations and config.schedule.proposer_steps),
     }
     phases: dict[str, tuple[Line, ...]] = {}
     for name, there in used.items():
         if there:
             phases[f"{name} update"] = step_lines(policy, specs[name], packs[name], mesh)
-    for role in ("solver", "proposer"):
-        phases[f"{role} rollouts"] = rollout_lines(policy, rollouts[role], mesh)
+    for role, spec in rollouts.items():
+        phases[f"{role} rollouts"] = rollout_lines(policy, spec, mesh)
     return Plan(tuple(resident), phases, limit)
 
 

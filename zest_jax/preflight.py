@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zest_jax.errors import UserError
 from zest_jax.models.attention import BACKENDS
 from zest_jax.models.config import MATRICES
+from zest_jax.rewards.difficulty import CURVES
 from zest_jax.rewards.information_gain import SHORTCUTS
-from zest_jax.rollout.protocols import find
+from zest_jax.rewards.solver import SOLVER_REWARDS
+from zest_jax.rewards.terms import weights_of
+from zest_jax.rollout.protocols import SEARCH, find
+from zest_jax.tasks.formats import FORMATS
+from zest_jax.tasks.gating import GATES
+from zest_jax.tasks.refill import REFILLS
+from zest_jax.tasks.sources import SOURCES
 
 if TYPE_CHECKING:
     from zest_jax.assembly import Parts
 
-METHODS = ("dr_free",)
+SCHEDULES = ("iterated", "online", "labelled")
+
+# What the placeholders of a proposer's prompt can be filled with, by kind of source; a source of
+# your own may fill others.
+GIVEN = {
+    "chains": {"chain", "passages"},
+    "chain_pool": {"chain", "passages"},
+    "documents": {"hops", "searches", "title", "text"},
+    "answers": {"answer", "searches", "hops"},
+}
 
 
 def check_fields(config: Any) -> None:
@@ -22,14 +39,25 @@ def check_fields(config: Any) -> None:
     Raises:
       UserError: the first field that is off, and what it may be.
     """
+    check_parts(config)
     choices = {
-        "method": (config.method, METHODS),
+        "schedule.kind": (config.schedule.kind, SCHEDULES),
+        "probe.model": (config.probe.model, ("anchor", "base", "solver")),
+        "solver_reward.tool_form": (config.solver_reward.tool_form, ("T1", "T2", "T3")),
         "policy.dtype": (config.policy.dtype, ("float32", "bfloat16")),
         "policy.attention": (config.policy.attention, ("auto", *BACKENDS)),
         "reward.squash": (config.reward.squash, ("a", "b")),
         "training.remat": (config.training.remat, ("none", "dots", "full")),
         "training.moments": (config.training.moments, ("float32", "int8")),
     }
+    for role in ("solver", "proposer"):
+        a = config[role].advantage
+        choices |= {
+            f"{role}.kl_kind": (config[role].kl_kind, ("low_var_kl", "k1", "k2")),
+            f"{role}.advantage.group": (a.group, ("prompt", "hop", "role", "batch")),
+            f"{role}.advantage.baseline": (a.baseline, ("mean", "none")),
+            f"{role}.advantage.singleton": (a.singleton, ("zero", "raw")),
+        }
     for field, (value, known) in choices.items():
         if value not in known:
             raise UserError(f"config field {field} is one of {', '.join(known)}, not {value!r}.")
@@ -59,7 +87,18 @@ def check_fields(config: Any) -> None:
         "warm_start.stop_every": 1,
         "retrieval.dimension": 0,
         "retrieval.query_length": 1,
-        "solver.group_size": 2,  # a group of one has nothing to be compared with
+        "solver.group_size": 1 if config.solver.advantage.baseline == "none" else 2,
+        "solver.updates_per_batch": 1,
+        "proposer.samples": 1,
+        "proposer.searches": 0,
+        "probe.rollouts": 2 if config.reward.difficulty == "dr_zero" else 1,
+        "generation.samples": 1,
+        "generation.most_words": 0,
+        "refill.rounds": 1,
+        "refill.period": 1,
+        "source.most_characters": 1,
+        "gates.reading_length": 8,
+        "gates.rag_noise": 0,
         "solver.prompt_length": 1,
         "solver.action_length": 4,
         "proposer.prompt_length": 1,
@@ -72,11 +111,11 @@ def check_fields(config: Any) -> None:
         "solver.slots": 1,
         "solver.searches": 1,
         "proposer.slots": 1,
-        "proposer.chains_per_step": 2,
+        "proposer.seeds_per_step": 1,
         "retrieval.top_k": 1,
         "world.max_hops": 1,
         "schedule.tasks": config.solver.tasks_per_step,
-        "schedule.max_chains": config.world.max_hops,
+        "schedule.max_seeds": config.world.max_hops,
         "checkpoint.every": 1,
         "checkpoint.keep": 1,
         "training.rows": 1,
@@ -94,6 +133,7 @@ def check_fields(config: Any) -> None:
                 "teach nothing."
             )
     check_protocols(config)
+    check_schedule(config)
     if config.policy.system and not config.policy.chat:
         raise UserError(
             "config field policy.system is part of a chat template; set policy.chat=True as well, "
@@ -107,20 +147,86 @@ def check_fields(config: Any) -> None:
         )
 
 
+def check_parts(config: Any) -> None:
+    """Refuses names of parts that there are not.
+
+    Raises:
+      UserError: which, and what there is.
+    """
+    SOURCES.find(config.source.kind)
+    SOLVER_REWARDS.find(config.solver.reward)
+    REFILLS.find(config.refill.kind)
+    CURVES.find(config.reward.difficulty)
+    FORMATS.find(config.proposer.format)
+    for name in config.proposer.gates:
+        GATES.find(name)
+    if not weights_of(config.reward) and config.schedule.kind != "labelled":
+        raise UserError(
+            "config group reward.weights has no term above 0, so that no proposal would be paid."
+        )
+    weights = config.source.hop_weights
+    if not weights or any(w < 0 for w in weights) or not sum(weights):
+        raise UserError("config field source.hop_weights holds weights of 1, 2, … hops, e.g. 4,3.")
+
+
+def check_schedule(config: Any) -> None:
+    """Refuses schedules that source, sizes or rewards do not fit.
+
+    Raises:
+      UserError: which, and what would do.
+    """
+    kind, source = config.schedule.kind, config.source.kind
+    if (kind == "labelled") != (source == "labelled"):
+        raise UserError(
+            f"config field schedule.kind={kind} does not go with source.kind={source}: labelled "
+            "questions need no proposer, and all other sources need one."
+        )
+    if kind == "labelled":
+        return
+    if config.policy.shared and kind != "online":
+        raise UserError("config field policy.shared=True needs schedule.kind=online.")
+    proposals = config.proposer.seeds_per_step * config.proposer.samples
+    if kind == "online" and proposals > config.solver.tasks_per_step:
+        raise UserError(
+            f"an online step asks the solver every question that passed: "
+            f"solver.tasks_per_step={config.solver.tasks_per_step} must be at least the "
+            f"{proposals} proposals of a step."
+        )
+    group = config.proposer.advantage
+    if group.group == "prompt" and config.proposer.samples < 2 and group.singleton == "zero":
+        raise UserError(
+            "config field proposer.advantage.group=prompt compares the proposals of one seed; "
+            "raise proposer.samples, or set proposer.advantage.singleton=raw."
+        )
+    widest = len(config.source.hop_weights)
+    if source in ("documents", "answers") and widest > config.world.max_hops:
+        raise UserError(
+            f"config field source.hop_weights asks for up to {widest} hops, and world.max_hops is "
+            f"{config.world.max_hops}; raise it."
+        )
+
+
 def check_protocols(config: Any) -> None:
     """Refuses protocols that the roles' tasks do not fit, and sizes that a protocol forbids.
 
     Raises:
       UserError: which, and what would do.
     """
-    given = {"solver": {"question"}, "proposer": {"chain", "passages"}}
+    given = {"solver": {"question"}, "proposer": GIVEN.get(config.source.kind)}
+    if config.schedule.kind == "labelled":
+        del given["proposer"]
     for role, parts in given.items():
         protocol = find(config[role].protocol)
+        if role == "proposer" and protocol.kind(SEARCH) and not config.proposer.searches:
+            raise UserError(
+                f"protocol {protocol.name} searches; set proposer.searches, and "
+                "proposer.observation_length for what a search brings."
+            )
         if protocol.special and not config.policy.chat:
             raise UserError(
                 f"protocol {protocol.name} is written in the turns of a chat; set policy.chat=True."
             )
-        if set(protocol.placeholders) - parts:
+        if parts is not None and set(protocol.placeholders) - parts:
             raise UserError(
                 f"config field {role}.protocol={protocol.name} asks for "
                 f"{', '.join(sorted(set(protocol.placeholders) - parts))}, and a {role} of this "
@@ -151,34 +257,38 @@ def check_world(config: Any, parts: Parts) -> None:
             "the scripts of a warm start are written for base prompts; set policy.chat=False, or "
             "give trajectories of your own (warm_start.file)."
         )
+    atlas = parts.world.atlas
+    where = Path(parts.world.name) if atlas is None else atlas.folder
     limit, template = config.solver.prompt_length, parts.solver_sampler.protocol.prompt
     asked = {
-        "heldout.jsonl": parts.atlas.heldout_tasks if config.schedule.iterations else (),
-        "validation.jsonl": parts.atlas.validation_tasks if config.warm_start.steps else (),
+        "heldout.jsonl": parts.world.heldout_tasks if config.schedule.iterations else (),
+        "validation.jsonl": parts.world.validation_tasks if config.warm_start.steps else (),
     }
     for name, tasks in asked.items():
         prompts = parts.encode([template.format(question=task.question) for task in tasks])
         for task, ids in zip(tasks, prompts, strict=True):
             if len(ids) > limit:
                 raise UserError(
-                    f"{parts.atlas.folder / name}: question {task.id} has {len(ids)} tokens with "
+                    f"{where / name}: question {task.id} has {len(ids)} tokens with "
                     f"its prompt, more than solver.prompt_length={limit}; raise it or shorten the "
                     "question."
                 )
+    if atlas is None or config.source.kind != "chains":
+        return
     drawn = {
-        "schedule.max_chains": config.schedule.max_chains,
-        "proposer.chains_per_step": config.proposer.chains_per_step,
+        "schedule.max_seeds": config.schedule.max_seeds,
+        "proposer.seeds_per_step": config.proposer.seeds_per_step,
     }
     for hops in range(1, config.world.max_hops + 1) if config.schedule.iterations else ():
         try:
-            there = parts.atlas.count_chains(hops)
+            there = atlas.count_chains(hops)
         except ValueError:
             continue  # too many to be listed: enough
         for field, count in drawn.items():
             share = -(-count // config.world.max_hops)
             if there < share:
                 raise UserError(
-                    f"{parts.atlas.folder} has {there} training chains of {hops} hop(s), but "
+                    f"{atlas.folder} has {there} training chains of {hops} hop(s), but "
                     f"{field}={count} draws {share} of each length; lower it, lower "
                     "world.max_hops, or add facts."
                 )

@@ -3,6 +3,7 @@
 Shape letters: B proposals or rollouts, C contexts.
 """
 
+import collections
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,11 +11,13 @@ import numpy as np
 
 from zest_jax.rewards.information_gain import context_names
 from zest_jax.rewards.outcome import Outcome, group_kind
+from zest_jax.rewards.terms import Signals
 from zest_jax.rollout.sampler import Sampler
 from zest_jax.rollout.trajectories import Finish, Trajectories
-from zest_jax.tasks.atlas import Atlas
-from zest_jax.tasks.proposals import Proposal, answer_in_source
-from zest_jax.tasks.scripts import chain_words
+from zest_jax.tasks.gates import leaks_answer
+from zest_jax.tasks.gating import GATES, Judged, Means
+from zest_jax.tasks.proposals import answer_in_source
+from zest_jax.tasks.seeds import Proposal
 from zest_jax.tasks.types import Task
 
 
@@ -23,20 +26,24 @@ def proposer_metrics(
     episodes: Trajectories,
     values: Mapping[str, Any],
     per_row: Mapping[str, np.ndarray],
-    valid_BC: np.ndarray,
-    atlas: Atlas,
+    signals: Signals,
 ) -> dict[str, float]:
     """Metrics of one proposer step; means over nothing are not a number."""
-    hops_B = np.array([p.chain.hops for p in proposed])
-    passed_B = np.array([p.gate.passed for p in proposed])
-    several = [p for p in proposed if p.chain.hops > 1 and p.gate.passed]
+    hops_B, valid_BC = np.asarray(signals.hops_B), np.asarray(signals.valid_BC)
+    passed_B = np.asarray(signals.passed_B)
+    scored_B = passed_B & valid_BC.any(axis=1)
+    several = [p for p in proposed if p.seed.hops > 1 and p.passed]
     columns: dict[str, np.ndarray] = {
         "reward": per_row["reward"],
-        "format": np.array([p.gate.s_fmt for p in proposed]),
-        "grounded": np.array([p.gate.grounded for p in proposed], np.float64),
-        "gain": np.where(passed_B, per_row["gain"], np.nan),
-        "gain_positive": np.where(passed_B, per_row["gain"] > 0, np.nan),
+        "format": np.array([p.format for p in proposed]),
+        "grounded": np.array([_grounded(p) for p in proposed], np.float64),
+        "leakage": np.array([_leaks(p) for p in proposed], np.float64),
+        "gain": np.where(scored_B, per_row["gain"], np.nan),
+        "gain_positive": np.where(scored_B, per_row["gain"] > 0, np.nan),
+        "difficulty": np.where(signals.probed_B, signals.difficulty_B, np.nan),
+        "searches": np.asarray(episodes.searches_N, np.float64),
     }
+    columns |= {name: value for name, value in per_row.items() if name.startswith("term_")}
     record = {}
     for name, column_B in columns.items():
         record[f"proposer/{name}"] = _mean(column_B)
@@ -44,11 +51,45 @@ def proposer_metrics(
             record[f"proposer/{name}_hop{hops}"] = _mean(column_B[hops_B == hops])
     for c, name in enumerate(context_names(valid_BC.shape[1] - 4)):
         record[f"proposer/loglik_{name}"] = _mean(per_row["loglik_BC"][:, c][valid_BC[:, c]])
+    questions = [p.written.question for p in proposed if p.passed]
+    multi_B = hops_B > 1
     record |= {
         "proposer/valid": float(passed_B.mean()),
-        "proposer/answer_in_source": _mean([answer_in_source(p.chain, atlas) for p in several]),
+        "proposer/answer_in_source": _mean([answer_in_source(p.written) for p in several]),
+        "proposer/duplicates": 1 - len(set(questions)) / len(questions) if questions else np.nan,
+        "proposer/zero_search": _mean(np.asarray(episodes.searches_N)[multi_B] == 0),
     } | finish_metrics("proposer", episodes)
+    for reason, count in collections.Counter(p.reason for p in proposed if p.reason).items():
+        record[f"proposer/refused_{reason.replace(' ', '_')}"] = count / len(proposed)
     return record | update_metrics("proposer", values)
+
+
+def _grounded(proposal: Proposal) -> float:
+    """Whether the answer stands in the evidence; not a number where there is no answer."""
+    if not proposal.written.answers:
+        return np.nan
+    judged = Judged(proposal.written, proposal.format, dict(proposal.format_parts))
+    return float(bool(GATES.find("grounded_beyond_source")([judged], Means(None))[0]))
+
+
+def _leaks(proposal: Proposal) -> float:
+    """Whether a name of the answer stands in the question; not a number without a question."""
+    question = proposal.written.question
+    return np.nan if question is None else float(leaks_answer(question, proposal.written.answers))
+
+
+def generation_metrics(
+    proposed: Sequence[Proposal], tasks: Sequence[Task], duplicates: int
+) -> dict[str, float]:
+    """Metrics of an iteration's generated questions."""
+    several = [t for t in tasks if t.hops > 1]
+    return {
+        "generate/accepted": float(np.mean([p.passed for p in proposed])),
+        "generate/duplicates": duplicates / len(proposed),
+        "generate/tasks": float(len(tasks)),
+        "generate/answer_in_source": _mean([t.meta["answer_in_source"] for t in several]),
+        "generate/leakage": _mean([_leaks(p) for p in proposed]),
+    }
 
 
 def solver_metrics(
@@ -112,26 +153,24 @@ def update_metrics(role: str, values: Mapping[str, Any]) -> dict[str, float]:
 
 
 def proposal_traces(
-    proposed: Sequence[Proposal],
-    per_row: Mapping[str, np.ndarray],
-    valid_BC: np.ndarray,
-    atlas: Atlas,
+    proposed: Sequence[Proposal], per_row: Mapping[str, np.ndarray], valid_BC: np.ndarray
 ) -> list[dict[str, Any]]:
-    """Readable proposals: chain, question, likelihoods and parts of the reward."""
+    """Readable proposals: seed, question, likelihoods and parts of the reward."""
     names = context_names(valid_BC.shape[1] - 4)
     traces = []
     for b, p in enumerate(proposed):
-        parts = {"format": p.gate.s_fmt, "advantage": float(per_row["advantage"][b])}
-        if p.gate.passed:
+        parts = {"format": p.format, "advantage": float(per_row["advantage"][b])}
+        parts |= {name: float(x[b]) for name, x in per_row.items() if name.startswith("term_")}
+        if p.passed and valid_BC[b].any():
             parts["gain"] = float(per_row["gain"][b])
         traces.append(
             {
                 "kind": "proposal",
-                "label": p.gate.reason or "passed the gates",
-                "chain": chain_words(p.chain, atlas),
-                "question": p.parsed.question,
-                "answer": p.parsed.answer,
-                "hops": p.chain.hops,
+                "label": p.reason or "passed the gates",
+                "chain": list(p.seed.words),
+                "question": p.written.question,
+                "answer": p.written.parsed.answer,
+                "hops": p.seed.hops,
                 "reward": float(per_row["reward"][b]),
                 "reward_parts": parts,
                 "log_likelihoods": {
@@ -139,7 +178,7 @@ def proposal_traces(
                     for c, name in enumerate(names)
                     if valid_BC[b, c]
                 },
-                "text": p.output,
+                "text": p.written.output,
             }
         )
     return traces

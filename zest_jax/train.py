@@ -2,13 +2,13 @@
 
     python -m zest_jax.train --config=configs/smoke.py --workdir=runs/smoke
 
-A run is a row of phases: an optional warm start, then per iteration a proposer phase, the
-generation of questions, and a solver phase. Everything drawn is a function of the seed and the
-step, and a checkpoint holds the rest, so that a killed run, started again, ends with the same
-numbers.
+A run is a row of phases: an optional warm start, then, as the config's schedule says: per iteration
+a proposer phase, the generation of questions and a solver phase (iterated); both roles in every
+step (online); or the solver alone on labelled questions. Everything drawn is a function of the seed
+and the step, and a checkpoint holds the rest, so that a killed run, started again, ends with the
+same numbers.
 
-What is left out so far: more than one device, a KL penalty toward a reference, and more than one
-optimiser step on a batch (sampler and trainer are the same policy, so the ratio is 1).
+What is left out so far: more than one device.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -29,19 +29,20 @@ from zest_jax.checkpoint import Checkpoints
 from zest_jax.config import config_hash
 from zest_jax.errors import UserError
 from zest_jax.learning import updates
-from zest_jax.learning.advantages import GRPO, HRPO
 from zest_jax.learning.packing import Item, pack
-from zest_jax.learning.updates import ProposalBatch
 from zest_jax.metrics import MetricsWriter, NonFiniteError, Stopwatch, read_metrics
 from zest_jax.models.policy import Params
 from zest_jax.progress import Progress
+from zest_jax.proposing import Probe, Proposing
 from zest_jax.report import write_report
-from zest_jax.rewards.information_gain import context_names, dr_free_reward, information_gain
-from zest_jax.rewards.outcome import outcome
-from zest_jax.rollout.trajectories import Trajectories
+from zest_jax.rewards.terms import NEEDS_DIFFICULTY, needs, proposer_reward
+from zest_jax.solving import Attempts, Solving
 from zest_jax.statistics import paired_bootstrap_ci
-from zest_jax.tasks import cloning, proposals, scripts
-from zest_jax.tasks.types import Chain, Task, read_tasks, task_to_line
+from zest_jax.tasks import cloning, proposals
+from zest_jax.tasks.refill import REFILLS, Pool, Shelf
+from zest_jax.tasks.seeds import Proposal
+from zest_jax.tasks.sources import TaskSource
+from zest_jax.tasks.types import Task, read_tasks, task_to_line
 from zest_jax.tracing import TraceCounter
 from zest_jax.workdir import Workdir
 
@@ -73,16 +74,15 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
     # ------------------------------------------------------------------------------------------
     parts = assembly.build(c, traces)
     preflight.check_world(c, parts)
-    plan = memory_plan.check_run(c, parts.policy, parts.retriever)
+    plan = memory_plan.check_run(c, parts.policy, parts.retrieval.on_device)
     workdir.write("memory.txt", plan.table() + "\n")
-    atlas, policy, frozen = parts.atlas, parts.policy, parts.frozen
-    solver_sampler, proposer_sampler = parts.solver_sampler, parts.proposer_sampler
+    world, policy, frozen = parts.world, parts.policy, parts.frozen
+    solver_sampler = parts.solver_sampler
     trained = sum(x.size for x in jax.tree.leaves(parts.params))
     size = trained + sum(x.size for x in jax.tree.leaves(frozen))
     say(
-        f"world {atlas.folder.name}: {atlas.graph.entity_count} entities, "
-        f"{atlas.graph.triple_count} triples, {len(atlas.passages)} passages; "
-        f"policy of {size:,} parameters from {parts.origin}"
+        f"{c.method} on {world.name}: {len(world.passages)} passages, searches answered by "
+        f"{parts.retrieval.name}; policy of {size:,} parameters from {parts.origin}"
         + (f", of which {trained:,} in adapters are trained" if frozen else "")
     )
     say(f"{parts.attention}; {plan.summary()}")
@@ -92,24 +92,13 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
     # ------------------------------------------------------------------------------------------
     specs = assembly.update_specs(c)
     packs = assembly.pack_specs(c)
-    columns = len(context_names(c.world.max_hops))
-    without = tuple(c.reward.without)
+    solving = Solving(c, parts, packs)
+    proposing = Proposing(c, parts, packs) if parts.proposer_sampler is not None else None
+    proposer = assembly.proposer_state(c)
     imitated: list[Item] = []
     if c.warm_start.steps and c.warm_start.file:
         imitated = cloning.episode_items(cloning.read_trajectories(c.warm_start.file), parts.encode)
         cloning.check_lengths(imitated, packs["warm_start"].length, c.warm_start.file)
-
-    def dr_free(loglik_BC: jax.Array, batch: ProposalBatch) -> dict[str, jax.Array]:
-        gain_B = information_gain(loglik_BC, batch.hops_B, batch.valid_BC, without=without)
-        reward_B = dr_free_reward(
-            batch.format_B,
-            batch.grounded_B,
-            gain_B,
-            lam=c.reward.format_weight,
-            tau=c.reward.tau,
-            form=c.reward.squash,
-        )
-        return {"reward": reward_B, "gain": gain_B}
 
     cloning_step = traces.jit(
         "cloning_update",
@@ -124,12 +113,16 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
     proposer_update = traces.jit(
         "proposer_update",
         functools.partial(
-            updates.proposer_update, policy, policy, specs["proposer"], HRPO, dr_free
+            updates.proposer_update,
+            policy,
+            policy,
+            specs["proposer"],
+            assembly.advantage_of(c, "proposer"),
+            functools.partial(proposer_reward, options=c.reward),
         ),
         donate_argnums=0,
     )
-    grpo = traces.jit("grpo", GRPO)
-    search = traces.jit("search", parts.retriever.search)
+    advantages = traces.jit("advantages", assembly.advantage_of(c, "solver"))
 
     # ------------------------------------------------------------------------------------------
     # Where the run stands: phases, state, restore
@@ -138,11 +131,13 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
     state = assembly.initial_state(c, parts.params)
     host: dict[str, Any] = {"saves": 0, "phase": 0, "phase_step": 0, "step": 0}
     host |= {"records": 0, "retraces": 0, "seconds": {}, "base": assembly.base_of(parts)}
+    host["pool"] = []
     checkpoints = Checkpoints(workdir.checkpoints, c.checkpoint.keep)
     if checkpoints.latest is not None:
         _, state, host = checkpoints.restore(state)
         assembly.check_base(host, parts)
         say(f"resumed at step {host['step']}")
+    pool = Pool.from_json(host["pool"])
     retraces_before = host["retraces"]
     watch = Stopwatch(host["seconds"])
     watch.add("start", time.perf_counter() - begun)
@@ -161,7 +156,7 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
         with watch("checkpoint"):
             # Numbered by save, not by step: the end of a phase changes the state without a step.
             host["saves"] += 1
-            host.update(records=metrics.count, seconds=watch.seconds)
+            host.update(records=metrics.count, seconds=watch.seconds, pool=pool.to_json())
             host["retraces"] = retraces_before + traces.retraces
             metrics.sync()
             checkpoints.save(host["saves"], state, host)
@@ -192,7 +187,7 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
         answered = {}
         for mode, temperature in (("greedy", 0.0), ("sampled", 1.0)):
             done = [r for r in workdir_lib.read_jsonl(path) if r["mode"] == mode]
-            if len(done) == len(atlas.heldout_tasks):
+            if len(done) == len(world.heldout_tasks):
                 fields = [{k: v for k, v in r.items() if k != "mode"} for r in done]
                 answered[mode] = [evaluation.Answered(**f) for f in fields]
                 continue
@@ -202,7 +197,7 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
                 answered[mode] = evaluation.answer_tasks(
                     solver_sampler,
                     parts.whole(params),
-                    atlas.heldout_tasks,
+                    world.heldout_tasks,
                     key(f"eval {mode}"),
                     temperature,
                 )
@@ -235,7 +230,9 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
                 items = [imitated[i] for i in chosen]
             else:
                 mix = assembly.mix(c, clean=step < w.clean_steps)
-                scripted = cloning.scripted_episodes(atlas, mix, w.sequences, rng("warm start"))
+                scripted = cloning.scripted_episodes(
+                    parts.atlas, mix, w.sequences, rng("warm start")
+                )
                 items = cloning.episode_items(scripted, parts.encode)
             state["solver"], values = cloning_step(
                 state["solver"], pack(items, packs["warm_start"]), frozen
@@ -245,7 +242,7 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
             if (step + 1) % w.stop_every == 0:
                 solver = parts.whole(state["solver"].params)
                 answered = evaluation.answer_tasks(
-                    solver_sampler, solver, atlas.validation_tasks, key("stop"), 0.0
+                    solver_sampler, solver, world.validation_tasks, key("stop"), 0.0
                 )
                 em = float(np.mean([a.em for a in answered]))
                 record["warm_start/validation_em"] = em
@@ -256,76 +253,99 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
                 break
 
     # ------------------------------------------------------------------------------------------
-    # Proposer phase: questions for chains, paid by the likelihood contrast (Dr. Free)
+    # What the phases are made of: proposals, probes, and an update of either role
     # ------------------------------------------------------------------------------------------
-    def fits(question: str) -> bool:
-        prompt = solver_sampler.protocol.prompt.format(question=question)
-        return len(parts.encode([prompt])[0]) <= c.solver.prompt_length
+    def whole(name: str) -> Params:
+        """The parameters of a role, the anchor or the base."""
+        held = state[name]
+        return parts.whole(held.params if isinstance(held, updates.TrainState) else held)
 
-    def proposer_prompt(chain: Chain) -> str:
-        template = proposer_sampler.protocol.prompt
-        return scripts.proposer_prompt(chain, atlas, template=template)
+    def reference() -> Params | None:
+        return state["base"] if c.solver.kl_weight or c.proposer.kl_weight else None
 
-    def chain_fits(chain: Chain) -> bool:
-        return len(parts.encode([proposer_prompt(chain)])[0]) <= c.proposer.prompt_length
+    def write_rollouts(log: str, iteration: int, lines: list[dict[str, Any]]) -> None:
+        at = {"step": host["step"] + 1, "iteration": iteration}
+        workdir_lib.append_jsonl(workdir.rollouts / log, [at | line for line in lines])
 
-    def propose(
-        chains: Sequence[Chain], name: str
-    ) -> tuple[Trajectories, list[proposals.Proposal]]:
-        prompts = parts.encode([proposer_prompt(chain) for chain in chains])
-        proposer = parts.whole(state["proposer"].params)
-        episodes = proposer_sampler(proposer, prompts, key(name), c.proposer.temperature)
-        texts = proposer_sampler.texts(episodes)
-        return episodes, [
-            proposals.judge(chain, text, atlas, fits)
-            for chain, text in zip(chains, texts, strict=True)
-        ]
+    def probe(proposed: list[Proposal], iteration: int) -> Probe | None:
+        """A frozen solver's answers to the proposals that passed, where a reward asks for them."""
+        if not needs(c.reward, NEEDS_DIFFICULTY):
+            return None
+        asked = [i for i, p in enumerate(proposed) if p.passed]
+        if not asked:
+            return Probe((), np.zeros(0), c.probe.rollouts)
+        tasks = [proposals.task_of(proposed[i], f"probe-{i}", iteration) for i in asked]
+        with watch("probe"):
+            attempts = solving.attempt(
+                whole(c.probe.model), tasks, c.probe.rollouts, key("probe"), c.probe.temperature
+            )
+        return Probe(asked, attempts.right, c.probe.rollouts)
 
-    def one_shot(proposed: Sequence[proposals.Proposal]) -> list[str]:
-        """What a single retrieval with each question brings, as the solver would see it."""
-        questions = parts.encode([f" {p.parsed.question or ''}" for p in proposed])
-        query_BQ = np.zeros((len(questions), c.proposer.action_length), np.int32)
-        length_B = np.array([min(len(q), query_BQ.shape[1]) for q in questions], np.int32)
-        for row, ids, n in zip(query_BQ, questions, length_B, strict=True):
-            row[:n] = ids[:n]
-        rows_B1R, _ = jax.device_get(search(query_BQ[:, None], length_B[:, None]))
-        shown = [[atlas.passages[r] for r in rows] for rows in rows_B1R[:, 0].tolist()]
-        return [solver_sampler.protocol.show([(p.title, p.text) for p in row]) for row in shown]
+    def update_proposer(
+        episodes: Any, proposed: list[Proposal], probed: Probe | None, phase: assembly.Phase
+    ) -> tuple[dict[str, float], Any]:
+        """One update from judged proposals: metrics of the step, and its batch."""
+        assert proposing is not None and proposer is not None
+        order = np.arange(len(proposed))
+        if c.control.shuffle_rewards:
+            order = rng("shuffle").permutation(len(proposed))
+        done = host["phase_step"] / max(phase.steps, 1)
+        progress = (phase.iteration + done) / max(c.schedule.iterations, 1)
+        batch = proposing.batch(episodes, proposed, probed, progress, order)
+        state[proposer], values, per_row = proposer_update(
+            state[proposer], state["anchor"], batch, frozen, reference()
+        )
+        values, per_row = jax.device_get((values, per_row))
+        record = records.proposer_metrics(proposed, episodes, values, per_row, batch.signals)
+        record |= records.rollout_metrics("proposer", proposing.sampler.counters)
+        if host["phase_step"] % c.log.rollouts_every == 0:
+            lines = records.proposal_traces(proposed[:6], per_row, batch.signals.valid_BC)
+            write_rollouts("proposals.jsonl", phase.iteration, lines)
+        return record, batch
 
+    def update_solver(attempts: Attempts, iteration: int) -> tuple[dict[str, float], Any]:
+        """One step from a solver's rollouts: its metrics, and the last batch."""
+        reward_N = attempts.reward_N
+        if c.control.shuffle_rewards:
+            reward_N = rng("shuffle").permutation(reward_N)
+        # Padded to one shape, whatever the number of questions.
+        size, count = c.solver.tasks_per_step * c.solver.group_size, len(reward_N)
+        padded, keys = np.zeros(size, np.float32), np.zeros(size, np.int32)
+        padded[:count] = reward_N
+        keys[:count] = solving.group_keys(attempts)
+        advantage_N = np.asarray(advantages(padded, keys, valid_B=np.arange(size) < count))
+        values: dict[str, Any] = {}
+        batch = None
+        for batch in solving.batches(attempts, advantage_N):
+            state["solver"], values = solver_update(
+                state["solver"], batch, advantage_N, frozen, reference()
+            )
+        values = jax.device_get(values)
+        record = records.solver_metrics(
+            attempts.tasks, attempts.episodes, attempts.outcomes, attempts.reward_N, values
+        )
+        record |= records.rollout_metrics("solver", solver_sampler.counters)
+        if host["phase_step"] % c.log.rollouts_every == 0:
+            lines = records.episode_traces(
+                attempts.tasks, attempts.episodes, attempts.answers, attempts.outcomes,
+                solver_sampler,
+            )  # fmt: skip
+            write_rollouts("episodes.jsonl", iteration, lines)
+        return record, batch
+
+    # ------------------------------------------------------------------------------------------
+    # Iterated: the proposer alone, paid by its terms
+    # ------------------------------------------------------------------------------------------
     def proposer_phase(phase: assembly.Phase, bar: Any) -> None:
+        assert proposing is not None and proposer is not None
         while host["phase_step"] < phase.steps:
-            count = c.proposer.chains_per_step
-            chains = proposals.draw_chains(
-                atlas, count, c.world.max_hops, rng("chains"), chain_fits
-            )
-            episodes, proposed = propose(chains, "propose")
-            contexts, owners, valid_BC = proposals.context_items(
-                proposed, one_shot(proposed), atlas, solver_sampler.protocol, parts.encode, columns
-            )
-            order = np.arange(count)
-            if c.control.shuffle_rewards:
-                order = rng("shuffle").permutation(count)
-            batch = ProposalBatch(
-                proposals=pack(_sampled_items(episodes), packs["proposer"]),
-                contexts=pack(contexts, packs["contexts"], owners),
-                valid_BC=valid_BC,
-                format_B=np.array([p.gate.s_fmt for p in proposed], np.float32),
-                grounded_B=np.array([p.gate.grounded for p in proposed]),
-                hops_B=np.array([p.chain.hops for p in proposed], np.int32),
-                reward_order_B=order,
-            )
-            state["proposer"], values, per_row = proposer_update(
-                state["proposer"], state["anchor"], batch, frozen
-            )
-            values, per_row = jax.device_get((values, per_row))
-            record = records.proposer_metrics(proposed, episodes, values, per_row, valid_BC, atlas)
-            record |= records.rollout_metrics("proposer", proposer_sampler.counters)
-            if host["phase_step"] % c.log.rollouts_every == 0:
-                lines = records.proposal_traces(proposed[:6], per_row, valid_BC, atlas)
-                at = {"step": host["step"] + 1, "iteration": phase.iteration}
-                workdir_lib.append_jsonl(
-                    workdir.rollouts / "proposals.jsonl", [at | line for line in lines]
-                )
+            seeds = proposing.draw(c.proposer.seeds_per_step, rng("chains"))
+            episodes, proposed = proposing.propose(
+                whole(proposer), seeds, key("propose"), rng("gates"), c.proposer.samples,
+                whole("anchor"),
+            )  # fmt: skip
+            probed = probe(proposed, phase.iteration)
+            record, batch = update_proposer(episodes, proposed, probed, phase)
             with _kept_if_not_finite(workdir, batch):
                 advance(
                     bar,
@@ -336,40 +356,44 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
                 )
 
     # ------------------------------------------------------------------------------------------
-    # Generation: the proposer's questions become the solver's tasks
+    # Iterated: the proposer's questions become the solver's tasks
     # ------------------------------------------------------------------------------------------
     def generate(phase: assembly.Phase) -> list[Task]:
+        if isinstance(parts.source, TaskSource):
+            return parts.source.tasks()
+        assert proposing is not None and proposer is not None
         path = workdir.tasks(phase.iteration)
         if host["phase_step"] > 0:  # generated before the phase began
             return list(read_tasks(path))
-        chains = proposals.draw_chains(
-            atlas, c.schedule.max_chains, c.world.max_hops, rng("generation"), chain_fits
+        g = c.generation
+        seeds = proposing.draw(c.schedule.max_seeds, rng("generation"))
+        _, proposed = proposing.propose(
+            whole(proposer), seeds, key("generation"), rng("gates"), g.samples, whole("anchor")
         )
-        _, proposed = propose(chains, "generation")
-        tasks, duplicates = proposals.tasks_of(proposed, atlas, phase.iteration, c.schedule.tasks)
+        proposed = proposals.best_of(proposed, g.samples)
+        tasks, duplicates = proposals.tasks_of(
+            proposed,
+            phase.iteration,
+            c.schedule.tasks,
+            probe=c.probe.model,
+            keep_refused=g.keep_refused,
+            most_words=g.most_words,
+        )
         if len(tasks) < c.solver.tasks_per_step:
             raise UserError(
-                f"only {len(tasks)} of {len(chains)} questions of iteration {phase.iteration + 1} "
+                f"only {len(tasks)} of {len(seeds)} questions of iteration {phase.iteration + 1} "
                 f"passed the gates, and solver.tasks_per_step is {c.solver.tasks_per_step}: start "
                 "from a policy that writes questions (policy.folder, or more warm_start.steps), or "
-                "raise schedule.max_chains, in another workdir."
+                "raise schedule.max_seeds, in another workdir."
             )
-        several = [t for t in tasks if t.hops > 1]
-        record = {
-            "generate/accepted": float(np.mean([p.gate.passed for p in proposed])),
-            "generate/duplicates": duplicates / len(proposed),
-            "generate/tasks": float(len(tasks)),
-            "generate/answer_in_source": float(
-                np.mean([t.meta["answer_in_source"] for t in several]) if several else np.nan
-            ),
-        }
+        record = records.generation_metrics(proposed, tasks, duplicates)
         workdir_lib.write_atomically(path, "".join(task_to_line(t) + "\n" for t in tasks))
         metrics.write(host["step"], "generate", record)
         say(f"iteration {phase.iteration + 1}: {len(tasks)} questions generated")
         return tasks
 
     # ------------------------------------------------------------------------------------------
-    # Solver phase: GRPO with exact match on the generated questions
+    # Iterated and labelled: the solver alone
     # ------------------------------------------------------------------------------------------
     def solver_phase(phase: assembly.Phase, bar: Any) -> None:
         with watch("generation"):
@@ -379,53 +403,87 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
         while host["phase_step"] < phase.steps:
             at = host["phase_step"] * per_step + np.arange(per_step)
             chosen = [tasks[i] for i in order[at % len(tasks)]]
-            prompts = parts.encode(
-                [solver_sampler.protocol.prompt.format(question=t.question) for t in chosen]
+            attempts = solving.attempt(
+                whole("solver"), chosen, group, key("solve"), c.solver.temperature
             )
-            prompts = [ids for ids in prompts for _ in range(group)]
-            solver = parts.whole(state["solver"].params)
-            episodes = solver_sampler(solver, prompts, key("solve"), c.solver.temperature)
-            answers = solver_sampler.answers(episodes)
-            outcomes = [
-                outcome(answers[g * group : (g + 1) * group], task.answers)
-                for g, task in enumerate(chosen)
-            ]
-            y_B = np.concatenate([o.y_G for o in outcomes])
-            reward_B = y_B
-            if c.control.shuffle_rewards:
-                reward_B = rng("shuffle").permutation(reward_B)
-            advantage_B = np.asarray(grpo(reward_B, np.repeat(np.arange(per_step), group)))
-            # A group without contrast carries no gradient.
-            keep = np.flatnonzero(advantage_B).tolist()
-            values = {}
-            if len(keep):
-                batch = pack(_sampled_items(episodes, keep), packs["solver"], keep)
-                state["solver"], values = solver_update(state["solver"], batch, advantage_B, frozen)
-                values = jax.device_get(values)
-            record = records.solver_metrics(chosen, episodes, outcomes, reward_B, values)
-            record |= records.rollout_metrics("solver", solver_sampler.counters)
-            if host["phase_step"] % c.log.rollouts_every == 0:
-                lines = records.episode_traces(chosen, episodes, answers, outcomes, solver_sampler)
-                at_step = {"step": host["step"] + 1, "iteration": phase.iteration}
-                workdir_lib.append_jsonl(
-                    workdir.rollouts / "episodes.jsonl", [at_step | line for line in lines]
-                )
-            with _kept_if_not_finite(workdir, batch if len(keep) else None):
+            record, batch = update_solver(attempts, phase.iteration)
+            with _kept_if_not_finite(workdir, batch):
                 advance(bar, record, "solver", em=record["solver/em"])
+
+    # ------------------------------------------------------------------------------------------
+    # Online: both roles in every step; the solver's rollouts are the proposer's probe
+    # ------------------------------------------------------------------------------------------
+    labelled = assembly.refill_tasks(c, world)
+
+    def propose_tasks(count: int, word: str, iteration: int) -> tuple[Any, ...]:
+        """Episodes, proposals, the indices of those that passed, and their tasks."""
+        assert proposing is not None and proposer is not None
+        seeds = proposing.draw(count, rng(f"seeds to {word}"))
+        episodes, proposed = proposing.propose(
+            whole(proposer), seeds, key(word), rng(f"gates to {word}"), c.proposer.samples,
+            whole("solver"),
+        )  # fmt: skip
+        asked = [i for i, p in enumerate(proposed) if p.passed]
+        name = f"step{host['step']}-{word}"
+        tasks = [
+            proposals.task_of(proposed[i], f"{name}-{i}", iteration, f"solver@{host['step']}")
+            for i in asked
+        ]
+        return episodes, proposed, asked, tasks
+
+    def propose_again(iteration: int, count: int, attempt: int) -> list[Task]:
+        return propose_tasks(count, f"propose again {attempt}", iteration)[3][:count]
+
+    def online_phase(phase: assembly.Phase, bar: Any) -> None:
+        assert proposing is not None
+        while host["phase_step"] < phase.steps:
+            count = c.proposer.seeds_per_step
+            episodes, proposed, asked, tasks = propose_tasks(count, "propose", phase.iteration)
+            again = functools.partial(propose_again, phase.iteration)
+            if host["phase_step"] % c.refill.period == 0:
+                pool.tasks.clear()
+            shelf = Shelf(c.refill, again, pool, labelled, rng("refill"))
+            refilled = REFILLS.find(c.refill.kind)(c.solver.tasks_per_step - len(tasks), shelf)
+            record: dict[str, float] = {}
+            attempts = None
+            if tasks or refilled:
+                attempts = solving.attempt(
+                    whole("solver"), [*tasks, *refilled], c.solver.group_size, key("solve"),
+                    c.solver.temperature,
+                )  # fmt: skip
+                for task, right in zip(attempts.tasks, attempts.right, strict=True):
+                    pool.add(task, right / c.solver.group_size)
+            right = np.zeros(0) if attempts is None else attempts.right[: len(tasks)]
+            probed = Probe(asked, right, c.solver.group_size)
+            record, batch = update_proposer(episodes, proposed, probed, phase)
+            record["proposer/refilled"] = len(refilled) / c.solver.tasks_per_step
+            if attempts is not None:
+                more_record, batch = update_solver(attempts, phase.iteration)
+                record |= more_record
+            with _kept_if_not_finite(workdir, batch):
+                advance(
+                    bar, record, "online",
+                    valid=record["proposer/valid"], em=record.get("solver/em", 0.0),
+                )  # fmt: skip
 
     # ------------------------------------------------------------------------------------------
     # The run
     # ------------------------------------------------------------------------------------------
     with checkpoints, metrics:
-        run_phase = {"warm_start": warm_start, "proposer": proposer_phase, "solver": solver_phase}
+        run_phase = {
+            "warm_start": warm_start,
+            "proposer": proposer_phase,
+            "solver": solver_phase,
+            "online": online_phase,
+        }
         evaluated: dict[str, Any] = {}
         if checkpoints.latest is None:
             save()
         for number in range(host["phase"], len(phases) + 1):
             # Held-out questions are asked where an iteration begins, and at the end.
-            evolved = [p for p in phases[:number] if p.kind == "solver"]
+            evolved = [p for p in phases[:number] if p.kind in ("solver", "online")]
             ends = number == len(phases)
-            begins = not ends and phases[number].kind == "proposer" and host["phase_step"] == 0
+            begins = not ends and host["phase_step"] == 0 and assembly.begins(phases, number)
             if ends or (begins and (not evolved or c.evaluation.every_iteration)):
                 name = f"iteration_{len(evolved)}"
                 evaluated[name] = evaluate(name, state["solver"].params)
@@ -437,10 +495,8 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
                 run_phase[phase.kind](phase, bar)
             if phase.kind == "warm_start":
                 params = state["solver"].params
-                state["solver"] = specs["solver"].init(params)
-                state["proposer"] = specs["proposer"].init(params)
-                state["anchor"] = jax.tree.map(jnp.copy, params)
-            elif phase.kind == "solver":
+                state |= assembly.state_from(c, params)
+            elif phase.kind in ("solver", "online"):
                 # The new solver is the next iteration's anchor.
                 solved = state["solver"]
                 state["anchor"] = jax.tree.map(jnp.copy, solved.params)
@@ -461,7 +517,7 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
             low, high = paired_bootstrap_ci(em_before, em_after, draws=c.evaluation.draws)
             gain = float(np.mean(em_after - em_before))
             summary = {
-                "title": f"{c.method} on {atlas.folder.name}",
+                "title": f"{c.method} on {world.name}",
                 "notes": assembly.notes(c),
                 "heldout": {
                     "before": before,
@@ -486,16 +542,6 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
                 f"held-out EM {before['em']:.3f} -> {after['em']:.3f} (gain {gain:+.3f}, "
                 f"95 % from {low:+.3f} to {high:+.3f}); see {workdir.report_html}"
             )
-
-
-def _sampled_items(episodes: Trajectories, rows: Sequence[int] | None = None) -> list[Item]:
-    """Sampled sequences as they are trained on: the sampler's ids, mask and log-probabilities."""
-    items = []
-    for n in range(episodes.count) if rows is None else rows:
-        length = int(episodes.length_N[n])
-        targets = np.flatnonzero(episodes.mask_NL[n, :length])
-        items.append(Item(episodes.ids_NL[n, :length], targets, episodes.logp_NL[n, targets]))
-    return items
 
 
 @contextlib.contextmanager

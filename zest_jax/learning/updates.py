@@ -1,4 +1,4 @@
-"""The jitted updates: behaviour cloning, the solver's step, and Dr. Free's whole proposer step.
+"""The jitted updates: behaviour cloning, the solver's step, and the whole proposer step.
 
 Each takes a train state and a packed batch, adds up gradients over the micro-batches that hold
 anything, and applies one optimiser step. Losses are normalised by the loss tokens of the whole
@@ -11,16 +11,21 @@ Shape letters: B rollouts or proposals, C contexts, R rows, X targets per row.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from zest_jax.learning.advantages import AdvantageSpec
 from zest_jax.learning.likelihood import as_rows, sequence_log_likelihood, target_log_probs
-from zest_jax.learning.losses import cross_entropy, policy_gradient_loss, token_mean
+from zest_jax.learning.losses import (
+    KlKind,
+    cross_entropy,
+    kl_penalty,
+    policy_gradient_loss,
+    token_mean,
+)
 from zest_jax.learning.moments import adamw_8bit
 from zest_jax.learning.packing import Array, Packed
 from zest_jax.models import PolicyConfig, bind
@@ -64,6 +69,8 @@ class UpdateSpec:
       temperature: of the sampler's softmax.
       remat: what the backward pass keeps, see `Policy`.
       moments: how Adam's moments are stored, "float32" or "int8" (see `moments`).
+      kl_weight: weight of the KL penalty toward a frozen reference; 0 leaves it out.
+      kl_kind: its estimator, see `losses.kl_penalty`.
     """
 
     learning_rate: float
@@ -79,6 +86,8 @@ class UpdateSpec:
     temperature: float = 1.0
     remat: str = "none"
     moments: str = "float32"
+    kl_weight: float = 0.0
+    kl_kind: KlKind = "low_var_kl"
 
     def optimizer(self) -> optax.GradientTransformation:
         """Clipping, then AdamW on the schedule."""
@@ -141,8 +150,11 @@ def policy_update(
     batch: Packed,
     advantage_B: jax.Array,
     frozen: Params | None = None,
+    reference: Params | None = None,
 ) -> tuple[TrainState, Metrics]:
     """One clipped policy-gradient step (GRPO's and HRPO's alike: they differ in the advantages).
+
+    With `spec.kl_weight`, the loss has the KL penalty toward `reference` beside it.
 
     Args:
       config: shape of the policy.
@@ -152,12 +164,18 @@ def policy_update(
       advantage_B: advantage of each sequence.
       frozen: parameters that the policy has beside the state's and that stay as they are, of any
         type; never donated, since roles share them.
+      reference: what the KL penalty pulls toward (its adapters where `frozen` is given).
 
     Returns:
       The new state and metrics (loss, ratio, clip_fraction, kl_to_sampler, exp_abs_delta, entropy,
-      grad_norm).
+      grad_norm, and kl_to_reference where it is penalised).
+
+    Raises:
+      ValueError: a weight without a reference.
     """
     normaliser = _count(batch)
+    if spec.kl_weight and reference is None:
+        raise ValueError("a KL penalty needs a reference to pull toward")
 
     def loss(policy, micro):
         logp_RX, entropy_RX = target_log_probs(
@@ -172,6 +190,13 @@ def policy_update(
             spec.clip_low,
             spec.clip_high,
         )
+        if reference is not None and spec.kl_weight:
+            anchored, _ = target_log_probs(
+                bind(config, join(frozen, reference)), micro, temperature=spec.temperature
+            )
+            kl = kl_penalty(logp_RX, anchored, micro.mask_MRX, normaliser, spec.kl_kind)
+            value += spec.kl_weight * kl
+            metrics = metrics | {"kl_to_reference": jax.lax.stop_gradient(kl)}
         return value, metrics | {"entropy": token_mean(entropy_RX, micro.mask_MRX, normaliser)}
 
     return _step(config, spec, state, batch, loss, frozen)
@@ -180,24 +205,21 @@ def policy_update(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ProposalBatch:
-    """Everything the host supplies to Dr. Free's proposer step: tokens, format scores and the gate.
+    """Everything the host supplies to a proposer step: tokens, and what the reward looks at.
 
     Attributes:
       proposals: the sampled proposals; owners are rows of the arrays below.
-      contexts: answer sequences under each context; owner b * C + c.
-      valid_BC: contexts that exist for the proposal (columns as in `rewards.information_gain`).
-      format_B: format score s_fmt in [0, 1].
-      grounded_B: whether the grounding gate was passed.
-      hops_B: hop count of the chain: the group of HRPO.
+      contexts: answer sequences under each context, owner b * C + c; None where the reward looks
+        at no likelihood.
+      signals: a pytree of arrays for the reward (`rewards.terms.Signals`), with `valid_BC`.
+      group_B: key of each proposal's group (its hop count for HRPO).
       reward_order_B: rewards are taken in this order; the identity, but for the shuffled control.
     """
 
     proposals: Packed
-    contexts: Packed
-    valid_BC: Array
-    format_B: Array
-    grounded_B: Array
-    hops_B: Array
+    contexts: Packed | None
+    signals: Any
+    group_B: Array
     reward_order_B: Array
 
 
@@ -205,37 +227,45 @@ def proposer_update(
     config: PolicyConfig,
     anchor_config: PolicyConfig,
     spec: UpdateSpec,
-    advantage: AdvantageSpec,
-    reward: Callable[[jax.Array, ProposalBatch], dict[str, jax.Array]],
+    advantage: Callable[[jax.Array, jax.Array], jax.Array],
+    reward: Callable[[Any, jax.Array], Mapping[str, jax.Array]],
     state: TrainState,
     anchor_params: Params,
     batch: ProposalBatch,
     frozen: Params | None = None,
+    reference: Params | None = None,
 ) -> tuple[TrainState, Metrics, dict[str, jax.Array]]:
-    """Likelihoods of all contexts, reward, hop-grouped advantage and update, in one program.
+    """Likelihoods of all contexts, reward, advantage and update, in one program.
 
     Args:
       config: shape of the proposer.
       anchor_config: shape of the frozen anchor.
       spec: how to update.
-      advantage: the estimator; Dr. Free's is HRPO, keyed by `hops_B`.
-      reward: from likelihoods [B, C] and the batch to a dict of [B] arrays with at least `reward`.
+      advantage: the estimator, of rewards and group keys; Dr. Zero's and Dr. Free's is HRPO.
+      reward: from the signals and likelihoods [B, C] to a dict of [B] arrays with at least
+        `reward`.
       state: the proposer, donated by the caller's jit.
       anchor_params: the frozen anchor; its adapters where `frozen` is given.
       batch: what the host supplies.
       frozen: what proposer and anchor share, see `policy_update`.
+      reference: see `policy_update`.
 
     Returns:
       The new state, the update's metrics, and per proposal: `loglik_BC`, `advantage`, and whatever
       `reward` gave.
     """
-    B, C = batch.valid_BC.shape
-    loglik_BC = sequence_log_likelihood(
-        anchor_config, join(frozen, anchor_params), batch.contexts, B * C
-    ).reshape(B, C)
-    parts = reward(loglik_BC, batch)
-    advantage_B = advantage(parts["reward"][batch.reward_order_B], batch.hops_B)
-    state, metrics = policy_update(config, spec, state, batch.proposals, advantage_B, frozen)
+    B, C = batch.signals.valid_BC.shape
+    if batch.contexts is None:
+        loglik_BC = jnp.zeros((B, C), jnp.float32)
+    else:
+        loglik_BC = sequence_log_likelihood(
+            anchor_config, join(frozen, anchor_params), batch.contexts, B * C
+        ).reshape(B, C)
+    parts = dict(reward(batch.signals, loglik_BC))
+    advantage_B = advantage(parts["reward"][batch.reward_order_B], batch.group_B)
+    state, metrics = policy_update(
+        config, spec, state, batch.proposals, advantage_B, frozen, reference
+    )
     return state, metrics, parts | {"loglik_BC": loglik_BC, "advantage": advantage_B}
 
 

@@ -32,6 +32,11 @@ class Passage:
     title: str
     text: str
 
+    def render(self) -> str:
+        """The text that a policy reads without a protocol: a space (which names need), the title
+        and the text."""
+        return f" {self.title}: {self.text}"
+
 
 class Found(NamedTuple):
     """The outcome of a search, best first.

@@ -63,10 +63,8 @@ class Retriever:
           vocab_size: rows of the policy's head, where more than the tokenizer's.
         """
 
-        def ids(items: list[str], **more: bool) -> list[list[int]]:
-            if not items:
-                return []
-            return tokenizer(items, add_special_tokens=False, **more)["input_ids"]
+        def ids(items: list[str]) -> list[list[int]]:
+            return tokenizer(items, add_special_tokens=False)["input_ids"] if items else []
 
         title_ids = ids([" " + t for t in titles])
         text_ids = ids([" " + t for t in texts])
@@ -77,13 +75,15 @@ class Retriever:
             dimension=dimension,
             text_weight=text_weight,
         )
-        shown = [layout.write(t, x) for t, x in zip(titles, texts, strict=True)]
-        frame = layout.frame(ids, queries, retrieved)
-        # A passage that spells out a special token must not end the turn that shows it.
-        shown_ids = ids(shown, split_special_tokens=True)
-        store = PassageStore.build(shown_ids, frame, observation_length)
+        store = passage_store(
+            tokenizer, titles, texts, layout, retrieved, queries, observation_length
+        )
         index = ExactIndex(encoder.encode_passages(title_ids, text_ids))
         return cls(encoder, index, store, retrieved)
+
+    def shown_as(self, store: PassageStore) -> "Retriever":
+        """The same encoder and index, with passages shown as another protocol shows them."""
+        return dataclasses.replace(self, store=store)
 
     def search(self, query_SUQ: jax.Array, length_SU: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Passage rows [S, U, R] and scores [S, U, R] for queries given as token ids; jittable."""
@@ -100,3 +100,26 @@ class Retriever:
         """Token ids [S, C] and lengths [S] of the observation that shows these passages (see
         `PassageStore.observe`); jittable."""
         return self.store.observe(row_SUR, asked_S)
+
+
+def passage_store(
+    tokenizer,
+    titles: Sequence[str],
+    texts: Sequence[str],
+    layout: Layout,
+    retrieved: int,
+    queries: int,
+    observation_length: int,
+) -> PassageStore:
+    """Every passage tokenised as a protocol shows it; arguments as of `Retriever.build`."""
+
+    def ids(items: list[str], **more: bool) -> list[list[int]]:
+        if not items:
+            return []
+        return tokenizer(items, add_special_tokens=False, **more)["input_ids"]
+
+    frame = layout.frame(ids, queries, retrieved)
+    shown = [layout.write(t, x) for t, x in zip(titles, texts, strict=True)]
+    # A passage that spells out a special token must not end the turn that shows it.
+    shown_ids = ids(shown, split_special_tokens=True)
+    return PassageStore.build(shown_ids, frame, observation_length)

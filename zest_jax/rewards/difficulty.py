@@ -6,8 +6,12 @@ p or acc is the share of right answers among n solver rollouts, k their count.
 Whichever curve is chosen, rejected or malformed proposals get 0, not a negative value.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 from jaxtyping import Float
+
+from zest_jax.registry import Registry
 
 Values = float | int | Float[np.ndarray, "..."] | np.ndarray
 
@@ -78,3 +82,19 @@ def depth(fewest_searches: Values, cap: int = 10, floor: float = 0.2) -> np.ndar
     """
     h = np.asarray(fewest_searches, np.float64)
     return floor + (1.0 - floor) * np.minimum(h / cap, 1.0)
+
+
+Curve = Callable[[np.ndarray, int, float], np.ndarray]
+
+CURVES: Registry[Curve] = Registry("difficulty curve", "reward.difficulty")
+"""By the names that a config uses: right answers k of each question, rollouts n, and the share of
+the training that is done."""
+
+CURVES.register("dr_zero")(lambda k, n, progress: dr_zero(k, n))
+CURVES.register("intermediate")(lambda k, n, progress: intermediate(k / n))
+CURVES.register("failure")(lambda k, n, progress: failure(k / n))
+CURVES.register("solvable_failure")(lambda k, n, progress: solvable_failure(k / n))
+CURVES.register("uncertainty")(lambda k, n, progress: uncertainty(k / n))
+CURVES.register("spice")(lambda k, n, progress: spice(k / n))
+CURVES.register("moving_bell")(lambda k, n, progress: moving_bell(k / n, bell_target(progress)))
+CURVES.register("always")(lambda k, n, progress: np.ones_like(k, np.float64))

@@ -11,7 +11,6 @@ import dataclasses
 from collections.abc import Sequence
 
 from zest_jax import text
-from zest_jax.rewards.format import DrFreeFormat, dr_free_format
 
 PROPOSAL_TAGS = ("think", "question", "answer")
 
@@ -56,7 +55,7 @@ class ParsedProposal:
         return not self.problem
 
 
-def parse_proposal(output: str) -> ParsedProposal:
+def parse_proposal(output: str, claims: bool = True) -> ParsedProposal:
     """Reads ``<think>…</think> <question>…</question> <answer>…</answer>``.
 
     The pair is readable if there is exactly one complete question and one complete answer, in this
@@ -65,20 +64,24 @@ def parse_proposal(output: str) -> ParsedProposal:
 
     The reasoning block counts only where it stands before the question; text outside tags is
     allowed.
+
+    Args:
+        output: the proposer's own words.
+        claims: the proposer has to give an answer as well; without, only the question is read.
     """
     question_at = output.find("<question>")
     before = output if question_at < 0 else output[:question_at]
     thoughts = text.tags(before, "think")
     think = thoughts[0] if thoughts else None
-    problem = _pair_problem(output)
+    problem = _problem(output, ("question", "answer") if claims else ("question",))
     if problem:
         return ParsedProposal(None, None, think, problem)
-    question, answer = text.tags(output, "question")[0], text.tags(output, "answer")[0]
-    return ParsedProposal(question, answer, think)
+    question = text.tags(output, "question")[0]
+    return ParsedProposal(question, text.tags(output, "answer")[0] if claims else None, think)
 
 
-def _pair_problem(output: str) -> str:
-    for name in ("question", "answer"):
+def _problem(output: str, names: Sequence[str]) -> str:
+    for name in names:
         if (output.count(f"<{name}>"), output.count(f"</{name}>")) != (1, 1):
             found = output.count(f"<{name}>") + output.count(f"</{name}>")
             return f"no {name}" if found == 0 else f"not exactly one {name}"
@@ -89,7 +92,7 @@ def _pair_problem(output: str) -> str:
             return f"blank {name}"
         if any(f"<{tag}>" in bodies[0] or f"</{tag}>" in bodies[0] for tag in PROPOSAL_TAGS):
             return f"tag inside the {name}"
-    if output.index("<question>") > output.index("<answer>"):
+    if len(names) > 1 and output.index("<question>") > output.index("<answer>"):
         return "answer before question"
     return ""
 
@@ -149,54 +152,3 @@ def grounded(answers: Sequence[str], passages: Sequence[str], hops: int) -> Verd
     if any(text.contains_any(passage, answers) for passage in admissible):
         return PASS
     return Verdict(False, "answer not in evidence" if hops == 1 else "answer not beyond the seed")
-
-
-@dataclasses.dataclass(frozen=True)
-class GateResult:
-    """What the gates of Dr. Free say of one proposal.
-
-    Attributes:
-        fmt_parts: the four parts of the format score.
-        s_fmt: their mean, in [0, 1].
-        grounded: the answer stands in an admissible passage.
-        reason: first thing that is wrong; empty where the proposal passed.
-    """
-
-    fmt_parts: DrFreeFormat
-    s_fmt: float
-    grounded: bool
-    reason: str
-
-    @property
-    def passed(self) -> bool:
-        """Full format score and grounded: the information gain is paid."""
-        return self.s_fmt == 1.0 and self.grounded
-
-
-def gate_dr_free(
-    parsed: ParsedProposal, answers: Sequence[str], passages: Sequence[str], hops: int
-) -> GateResult:
-    """Format score and grounding of a proposal for a chain (Dr. Free).
-
-    Grounding is a property of the chain's answer, checked whether or not the proposal gives it:
-    the two are reported apart.
-
-    Args:
-        parsed: the proposal.
-        answers: accepted names of the chain's last entity (label first, then aliases).
-        passages: texts of the chain's passages in order e0..eh.
-        hops: hop count of the chain.
-    """
-    parts = dr_free_format(parsed.question, parsed.answer, parsed.think, answers)
-    support = grounded(answers, passages, hops)
-    if not parts.parseable:
-        reason = parsed.problem or "no pair"
-    elif not parts.no_leak:
-        reason = "answer in question"
-    elif not parts.target:
-        reason = "answer is not the target"
-    elif not parts.think:
-        reason = "no reasoning"
-    else:
-        reason = support.reason
-    return GateResult(parts, parts.score, support.passed, reason)

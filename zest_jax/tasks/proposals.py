@@ -1,4 +1,4 @@
-"""Dr. Free's proposals: chains in, questions out, judged, and the contexts that score them.
+"""Proposals: from a proposer's episodes to judged questions, their contexts and their tasks.
 
 The host's share of the proposer step is here (text, parsing, gates, tokens); likelihoods, reward,
 advantage and update are one jitted program (`learning.updates.proposer_update`).
@@ -8,127 +8,159 @@ Shape letters: B proposals, C contexts.
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
-from zest_jax.errors import UserError
 from zest_jax.learning.packing import Item
 from zest_jax.rewards.information_gain import FULL, HOP_1, NONE, ONE_SHOT, SOURCE
-from zest_jax.rollout.protocols import Protocol
-from zest_jax.tasks.atlas import Atlas
-from zest_jax.tasks.gates import GateResult, ParsedProposal, gate_dr_free, parse_proposal
-from zest_jax.tasks.types import Chain, Task
+from zest_jax.rollout.protocols import ANSWER, Protocol
+from zest_jax.rollout.sampler import Sampler
+from zest_jax.rollout.trajectories import Role, Trajectories
+from zest_jax.tasks.formats import FORMATS
+from zest_jax.tasks.gates import ParsedProposal, parse_proposal
+from zest_jax.tasks.gating import Judged, Means, apply_gates
+from zest_jax.tasks.seeds import Proposal, Seed, Written
+from zest_jax.tasks.types import Passage, Task
 from zest_jax.text import contains_any
 
 Encode = Callable[[Sequence[str]], list[list[int]]]
 
 
-@dataclasses.dataclass(frozen=True)
-class Proposal:
-    """What a proposer wrote for a chain, taken apart and judged.
-
-    Attributes:
-      chain: the chain that it was given.
-      output: its words.
-      parsed: question, answer and thought.
-      gate: format score and grounding.
-    """
-
-    chain: Chain
-    output: str
-    parsed: ParsedProposal
-    gate: GateResult
-
-
-def draw_chains(
-    atlas: Atlas,
-    count: int,
-    max_hops: int,
-    rng: np.random.Generator,
-    fits: Callable[[Chain], bool] = lambda chain: True,
-) -> list[Chain]:
-    """Training chains, 1 to `max_hops` hops in equal shares, in mixed order.
+def read_episodes(
+    seeds: Sequence[Seed],
+    episodes: Trajectories,
+    sampler: Sampler,
+    passages: Sequence[Passage],
+    fits: Callable[[str], bool] = lambda question: True,
+) -> list[Written]:
+    """What a proposer's episodes say, one a seed.
 
     Args:
-      atlas: the world.
-      count: how many.
-      max_hops: longest chain.
-      rng: the only source of chance.
-      fits: whether a chain's prompt is short enough for the proposer; others are drawn instead of
-        those that are not.
-
-    Raises:
-      UserError: the world has too few chains, or too few that fit.
-    """
-    chains: list[Chain] = []
-    for hops in range(1, max_hops + 1):
-        share = count * hops // max_hops - count * (hops - 1) // max_hops
-        found = {c.id: c for c in atlas.sample_chains(hops, share, rng, split="train") if fits(c)}
-        for _ in range(8):
-            if len(found) >= share:
-                break
-            more = atlas.sample_chains(hops, 2 * (share - len(found)), rng, split="train")
-            found |= {c.id: c for c in more if fits(c)}
-        if len(found) < share:
-            raise UserError(
-                f"hardly a chain of {hops} hops fits proposer.prompt_length; raise it, lower "
-                "world.max_hops or shorten the passages."
-            )
-        chains += list(found.values())[:share]
-    return [chains[i] for i in rng.permutation(len(chains))]
-
-
-def judge(
-    chain: Chain, output: str, atlas: Atlas, fits: Callable[[str], bool] = lambda question: True
-) -> Proposal:
-    """Parses an output and puts it through Dr. Free's gates.
-
-    Args:
-      chain: what the proposer was given.
-      output: its words.
-      atlas: the world.
+      seeds: what they were given.
+      episodes: on the host.
+      sampler: that drew them.
+      passages: the corpus, by the rows that the episodes name.
       fits: whether a question is short enough for the solver's prompt; one that is not cannot be
         asked and counts as unreadable.
     """
-    parsed = parse_proposal(output)
-    if parsed.question is not None and not fits(parsed.question):
-        parsed = ParsedProposal(None, None, parsed.think, "question too long")
-    # Texts without titles: with its title, the answer's own passage would ground anything.
-    texts = [atlas.passage_of(entity).text for entity in chain.entities]
-    names = atlas.graph.names(chain.entities[-1])
-    return Proposal(chain, output, parsed, gate_dr_free(parsed, names, texts, chain.hops))
+    texts = sampler.texts(episodes)
+    turns = _turns(episodes, sampler.tokenizer)
+    protocol = sampler.protocol
+    claims = protocol.tag(ANSWER) == "answer"
+    out = []
+    for n, (seed, text) in enumerate(zip(seeds, texts, strict=True)):
+        # What was found is no part of the proposal: a passage may spell out a tag.
+        parsed = parse_proposal("".join(turns[n]), claims=claims)
+        if parsed.question is not None and not fits(parsed.question):
+            parsed = ParsedProposal(None, None, parsed.think, "question too long")
+        searches = int(episodes.searches_N[n])
+        asked = [protocol.queries(turn) for turn in turns[n]]
+        out.append(
+            Written(
+                seed=seed,
+                output=text,
+                turns=turns[n],
+                queries=tuple(q for queries in asked if queries for q in queries),
+                found=tuple(
+                    _found(episodes, n, t, passages, sampler.tokenizer) for t in range(searches)
+                ),
+                parsed=parsed,
+            )
+        )
+    return out
 
 
-def answer_in_source(chain: Chain, atlas: Atlas) -> bool:
-    """Whether the first passage alone names the answer (Dr. Free's audit of multi-hop
+def _turns(episodes: Trajectories, tokenizer: Any) -> list[tuple[str, ...]]:
+    """The policy's own words of every turn."""
+    ids, owners = [], []
+    for n in range(episodes.count):
+        mask_L = np.asarray(episodes.mask_NL[n])
+        for turn in np.unique(np.asarray(episodes.turn_NL[n])[mask_L]):
+            owners.append(n)
+            ids.append(episodes.sampled_ids(n, int(turn)))
+    texts = tokenizer.batch_decode(ids, clean_up_tokenization_spaces=False) if ids else []
+    out: list[list[str]] = [[] for _ in range(episodes.count)]
+    for n, text in zip(owners, texts, strict=True):
+        out[n].append(text)
+    return [tuple(words) for words in out]
+
+
+def _found(
+    episodes: Trajectories, n: int, search: int, passages: Sequence[Passage], tokenizer: Any
+) -> tuple[Passage, ...]:
+    """The passages of one search; a server's, which have no rows, as the text that was shown."""
+    rows = np.asarray(episodes.rows_NTUR[n, search]).ravel()
+    rows = rows[rows >= 0]
+    if len(rows) and len(passages):
+        return tuple(passages[int(row)] for row in dict.fromkeys(rows.tolist()))
+    role_L, turn_L = np.asarray(episodes.role_NL[n]), np.asarray(episodes.turn_NL[n])
+    tool = [int(turn) for turn in np.unique(turn_L[role_L == Role.TOOL])]
+    if search >= len(tool):
+        return ()
+    shown_L = (role_L == Role.TOOL) & (turn_L == tool[search])
+    text = tokenizer.decode(np.asarray(episodes.ids_NL[n])[shown_L].tolist())
+    return (Passage(f"search {search + 1}", "", text),)
+
+
+def judge(
+    written: Sequence[Written], format_name: str, gate_names: Sequence[str], means: Means
+) -> list[Proposal]:
+    """Gives every proposal its format score and puts it through the gates.
+
+    Raises:
+      UserError: there is no format score, or no gate, of a name.
+    """
+    score = FORMATS.find(format_name)
+    judged = [Judged(one, *score(one, means.options)) for one in written]
+    if not means.others:
+        others = {p.id: p for one in written for part in one.evidence for p in part}
+        means = dataclasses.replace(means, others=tuple(others.values()))
+    return apply_gates(judged, gate_names, means)
+
+
+def best_of(proposals: Sequence[Proposal], samples: int) -> list[Proposal]:
+    """Of every `samples` neighbours, which share a seed, one: the highest format score, the first
+    of them where several share it (Dr. Zero's generation).
+
+    A proposal that passed the gates is taken before one that did not.
+    """
+    groups = [proposals[at : at + samples] for at in range(0, len(proposals), samples)]
+    return [max(group, key=lambda p: (p.passed, p.format)) for group in groups]
+
+
+def answer_in_source(written: Written) -> bool:
+    """Whether the source's passage alone names the answer (Dr. Free's audit of multi-hop
     questions)."""
-    names = atlas.graph.names(chain.entities[-1])
-    return contains_any(atlas.passage_of(chain.entities[0]).render(), names)
+    source = written.seed.passages[:1]
+    names = written.answers
+    return any(contains_any(f"{p.title}: {p.text}", names) for p in source)
 
 
-def context_texts(
-    proposal: Proposal, atlas: Atlas, protocol: Protocol, one_shot: str
-) -> dict[int, str]:
+def context_texts(proposal: Proposal, protocol: Protocol, one_shot: str) -> dict[int, str]:
     """The passages of each context column of a proposal, as the policy reads them.
 
-    One hop: with what one retrieval brings, and without anything. Several: the whole chain;
-    nothing; the source's passage; one retrieval; the passage of e_k for each hop k.
+    One hop: with what one retrieval brings, and without anything. Several: the whole evidence;
+    nothing; the source's passage; one retrieval; the evidence of each hop k alone.
     """
-    if proposal.chain.hops == 1:
+    hops = proposal.seed.hops
+    if hops == 1:
         return {ONE_SHOT: one_shot, NONE: ""}
-    passages = [atlas.passage_of(entity) for entity in proposal.chain.entities]
-    shown = [protocol.show([(p.title, p.text)]) for p in passages]
-    columns = {FULL: "".join(shown), NONE: "", SOURCE: shown[0], ONE_SHOT: one_shot}
-    return columns | {HOP_1 + k: text for k, text in enumerate(shown[1:])}
+    evidence = proposal.written.evidence
+    shown = [protocol.show([(p.title, p.text) for p in part]) for part in evidence]
+    columns = {FULL: "".join(shown), NONE: "", ONE_SHOT: one_shot}
+    if shown:
+        columns[SOURCE] = shown[0]
+    return columns | {HOP_1 + k: text for k, text in enumerate(shown[1 : hops + 1])}
 
 
 def context_items(
     proposals: Sequence[Proposal],
     one_shot: Sequence[str],
-    atlas: Atlas,
     protocol: Protocol,
     encode: Encode,
     columns: int,
+    longest: int,
 ) -> tuple[list[Item], list[int], np.ndarray]:
     """The sequences whose answer tokens the anchor scores, for proposals that passed the gates.
 
@@ -140,10 +172,10 @@ def context_items(
       proposals: all proposals of the batch; the others get no sequence and no valid column, since
         their information gain is not paid.
       one_shot: what one retrieval with the question brings, rendered, per proposal.
-      atlas: the world.
       protocol: the solver's.
       encode: texts -> token ids.
       columns: C.
+      longest: most tokens of a sequence; passages beyond are cut off.
 
     Returns:
       Items, their owners (b * C + c), and valid [B, C].
@@ -153,65 +185,95 @@ def context_items(
     answers: list[str] = []
     valid_BC = np.zeros((len(proposals), columns), bool)
     for b, proposal in enumerate(proposals):
-        if not proposal.gate.passed or proposal.parsed.question is None:
+        question = proposal.written.question
+        if not proposal.passed or question is None:
             continue
-        prompt = protocol.prompt.format(question=proposal.parsed.question)
-        answer = f" {atlas.graph.labels[proposal.chain.entities[-1]]}"
-        for column, passages in context_texts(proposal, atlas, protocol, one_shot[b]).items():
+        prompt = protocol.prompt.format(question=question)
+        answer = f" {proposal.written.answers[0]}"
+        for column, passages in context_texts(proposal, protocol, one_shot[b]).items():
             owners.append(b * columns + column)
             texts.append(f"{prompt}{passages}<answer>")
             answers.append(answer)
             valid_BC[b, column] = True
+    (opened,) = encode(["<answer>"])
     items = []
     for context, scored in zip(encode(texts), encode(answers), strict=True):
+        scored = scored[: longest // 2]
+        room = longest - len(scored)
+        if len(context) > room:
+            context = context[: room - len(opened)] + opened
         targets = np.arange(len(context), len(context) + len(scored))
         ids = np.array(context + scored, np.int32)
         items.append(Item(ids, targets, np.zeros(len(scored), np.float32)))
     return items, owners, valid_BC
 
 
+def task_of(proposal: Proposal, task_id: str, iteration: int, probe: str = "") -> Task:
+    """The task that a proposal asks.
+
+    Args:
+      proposal: with a question and an answer.
+      task_id: unique within its file.
+      iteration: of the run.
+      probe: name of the model whose answers the proposer was paid by; "" where none was.
+    """
+    seed, written = proposal.seed, proposal.written
+    evidence = dict.fromkeys(p.id for part in written.evidence for p in part)
+    return Task(
+        id=task_id,
+        question=written.question or "",
+        answers=written.answers or ("",),
+        hops=seed.hops,
+        source_id=seed.source_id,
+        evidence=tuple(evidence),
+        iteration=iteration,
+        chain_id=seed.chain_id,
+        meta={
+            "probe": probe,
+            "seed": seed.id,
+            "proposal": written.output,
+            "answer_in_source": answer_in_source(written),
+        },
+    )
+
+
 def tasks_of(
     proposals: Sequence[Proposal],
-    atlas: Atlas,
     iteration: int,
     most: int,
+    *,
+    probe: str = "",
+    keep_refused: bool = False,
+    most_words: int = 0,
 ) -> tuple[list[Task], int]:
     """The tasks of the proposals that passed, each question once, and how many came twice.
 
     Args:
       proposals: judged proposals.
-      atlas: the world.
       iteration: of the run, noted in the tasks.
       most: tasks wanted; later ones are left out.
+      probe: see `task_of`.
+      keep_refused: refused proposals stay as long as there is a pair to ask (Dr. Zero's published
+        generation filters nothing).
+      most_words: a question is cut to so many words; 0 does not cut.
     """
     tasks: list[Task] = []
     seen: set[str] = set()
     duplicates = 0
     for proposal in proposals:
-        question = proposal.parsed.question
-        if not proposal.gate.passed or question is None:
+        question = proposal.written.question
+        usable = proposal.passed or (keep_refused and proposal.written.answers)
+        if not usable or question is None:
             continue
+        words = question.split()
+        if most_words and len(words) > most_words:
+            question = " ".join(words[:most_words])
         if question in seen:
             duplicates += 1
             continue
         seen.add(question)
         if len(tasks) == most:
             continue
-        chain = proposal.chain
-        tasks.append(
-            Task(
-                id=f"iteration{iteration}-{len(tasks)}",
-                question=question,
-                answers=atlas.graph.names(chain.entities[-1]),
-                hops=chain.hops,
-                source_id=atlas.graph.entity_ids[chain.entities[0]],
-                evidence=tuple(atlas.passage_of(entity).id for entity in chain.entities),
-                iteration=iteration,
-                chain_id=chain.id,
-                meta={
-                    "proposal": proposal.output,
-                    "answer_in_source": answer_in_source(chain, atlas),
-                },
-            )
-        )
+        task = task_of(proposal, f"iteration{iteration}-{len(tasks)}", iteration, probe)
+        tasks.append(dataclasses.replace(task, question=question))
     return tasks, duplicates

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from zest_jax.errors import UserError
+from zest_jax.retrieval.interface import Passage
 
 
 @dataclass(frozen=True)
@@ -41,19 +42,6 @@ class Task:
     iteration: int = -1
     chain_id: str = ""
     meta: dict[str, Any] = field(default_factory=dict, hash=False)
-
-
-@dataclass(frozen=True)
-class Passage:
-    """A titled piece of text; rendered as ``" " + title + ": " + text`` (see `render`)."""
-
-    id: str
-    title: str
-    text: str
-
-    def render(self) -> str:
-        """The text that the policy reads, with the space before the title that names need."""
-        return f" {self.title}: {self.text}"
 
 
 @dataclass(frozen=True)
@@ -208,6 +196,19 @@ def read_records(path: str | Path, what: str) -> Iterator[tuple[dict[str, Any], 
     if not count:
         raise UserError(f"{path}: the file is empty; expected at least one line of {what}.")
 
+
+__all__ = [
+    "Chain",
+    "Passage",
+    "Task",
+    "passage_from_record",
+    "read_passages",
+    "read_records",
+    "read_tasks",
+    "task_from_record",
+    "task_to_line",
+    "write_tasks",
+]
 
 _REQUIRED = object()
 _NAMES = {str: "a text", int: "a whole number", list: "a list"}

@@ -1,0 +1,186 @@
+"""The proposer's half of a step on the host: seeds, episodes, gates, probe, and the batch to score.
+
+Shape letters: B proposals, C contexts, G probe rollouts of a question.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from zest_jax import assembly
+from zest_jax.learning.packing import PackSpec, pack
+from zest_jax.learning.updates import ProposalBatch
+from zest_jax.models.policy import Params
+from zest_jax.rewards.difficulty import CURVES
+from zest_jax.rewards.information_gain import context_names
+from zest_jax.rewards.terms import NEEDS_LIKELIHOOD, Signals, needs
+from zest_jax.rollout.sampler import Sampler
+from zest_jax.rollout.trajectories import Trajectories
+from zest_jax.solving import sampled_items
+from zest_jax.tasks import proposals
+from zest_jax.tasks.gating import Means
+from zest_jax.tasks.seeds import Proposal, Seed
+from zest_jax.tasks.sources import SeedSource
+
+
+@dataclasses.dataclass(frozen=True)
+class Probe:
+    """What a solver made of the proposals that it was asked.
+
+    Attributes:
+      asked: index of each proposal that it was asked, in order.
+      right_B: right answers to each of those.
+      rollouts: per question.
+    """
+
+    asked: Sequence[int]
+    right_B: np.ndarray
+    rollouts: int
+
+
+class Proposing:
+    """The parts of a run that write questions, with its config in hand.
+
+    Args:
+      config: the run's.
+      parts: with a proposer.
+      packs: shapes of the packed batches.
+    """
+
+    def __init__(self, config: Any, parts: assembly.Parts, packs: dict[str, PackSpec]):
+        assert parts.proposer_sampler is not None and isinstance(parts.source, SeedSource)
+        self.config, self.parts = config, parts
+        self.sampler: Sampler = parts.proposer_sampler
+        self.source: SeedSource = parts.source
+        self.packs = packs
+        self.columns = len(context_names(config.world.max_hops))
+
+    # ------------------------------------------------------------------ lengths
+
+    def prompt(self, seed: Seed) -> str:
+        return self.sampler.protocol.prompt.format(**seed.fields)
+
+    def fits_proposer(self, seed: Seed) -> bool:
+        """Whether a seed's prompt is short enough."""
+        return len(self.parts.encode([self.prompt(seed)])[0]) <= self.config.proposer.prompt_length
+
+    def fits_solver(self, question: str) -> bool:
+        """Whether a question is short enough to be asked."""
+        prompt = self.parts.solver_sampler.protocol.prompt.format(question=question)
+        return len(self.parts.encode([prompt])[0]) <= self.config.solver.prompt_length
+
+    # ------------------------------------------------------------------ proposals
+
+    def draw(self, count: int, rng: np.random.Generator) -> list[Seed]:
+        """Seeds of the source whose prompts fit."""
+        return self.source.draw(count, rng, self.fits_proposer)
+
+    def propose(
+        self,
+        params: Params,
+        seeds: Sequence[Seed],
+        key: jax.Array,
+        rng: np.random.Generator,
+        samples: int = 1,
+        reader: Params | None = None,
+    ) -> tuple[Trajectories, list[Proposal]]:
+        """Writes `samples` proposals for each seed and judges them.
+
+        Args:
+          params: the proposer.
+          seeds: what to ask about.
+          key: of the sampling.
+          rng: of what gates draw.
+          samples: neighbours in the result share a seed.
+          reader: the policy that answers gates' questions; the proposer where None.
+        """
+        repeated = [seed for seed in seeds for _ in range(samples)]
+        prompts = self.parts.encode([self.prompt(seed) for seed in repeated])
+        episodes = self.sampler(params, prompts, key, self.config.proposer.temperature)
+        written = proposals.read_episodes(
+            repeated, episodes, self.sampler, self.parts.world.passages, self.fits_solver
+        )
+        read = None
+        if self.parts.reader is not None:
+            reads, with_params = self.parts.reader, params if reader is None else reader
+
+            def read(questions: Any, passages: Any) -> list[str | None]:
+                return reads(with_params, jax.random.fold_in(key, 1), questions, passages)
+
+        means = Means(self.config.gates, read, rng)
+        p = self.config.proposer
+        return episodes, proposals.judge(written, p.format, p.gates, means)
+
+    def one_shot(self, proposed: Sequence[Proposal]) -> list[str]:
+        """What a single retrieval with each question brings, as the solver would see it."""
+        found = self.parts.retrieval.find([p.written.question or "" for p in proposed])
+        show = self.parts.solver_sampler.protocol.show
+        return [show([(p.title, p.text) for p in passages]) for passages in found]
+
+    # ------------------------------------------------------------------ the batch
+
+    def batch(
+        self,
+        episodes: Trajectories,
+        proposed: Sequence[Proposal],
+        probe: Probe | None,
+        progress: float,
+        order_B: np.ndarray,
+    ) -> ProposalBatch:
+        """Everything that the proposer's step needs of the host.
+
+        Args:
+          episodes: the proposals as sampled.
+          proposed: judged.
+          probe: a solver's answers; None where no reward looks at them.
+          progress: share of the training that is done, for curves that move.
+          order_B: see `ProposalBatch.reward_order_B`.
+        """
+        c, B = self.config, len(proposed)
+        contexts, valid_BC = None, np.zeros((B, self.columns), bool)
+        if needs(c.reward, NEEDS_LIKELIHOOD):
+            items, owners, valid_BC = proposals.context_items(
+                proposed,
+                self.one_shot(proposed),
+                self.parts.solver_sampler.protocol,
+                self.parts.encode,
+                self.columns,
+                assembly.context_length(c),
+            )
+            contexts = pack(items, self.packs["contexts"], owners)
+        probed_B, difficulty_B = np.zeros(B, bool), np.zeros(B, np.float32)
+        if probe is not None and len(probe.asked):
+            curve = CURVES.find(c.reward.difficulty)
+            probed_B[list(probe.asked)] = True
+            difficulty_B[list(probe.asked)] = curve(
+                np.asarray(probe.right_B, np.float64), probe.rollouts, progress
+            )
+        hops_B = np.array([p.seed.hops for p in proposed], np.int32)
+        return ProposalBatch(
+            proposals=pack(sampled_items(episodes), self.packs["proposer"]),
+            contexts=contexts,
+            signals=Signals(
+                format_B=np.array([p.format for p in proposed], np.float32),
+                passed_B=np.array([p.passed for p in proposed]),
+                hops_B=hops_B,
+                probed_B=probed_B,
+                difficulty_B=difficulty_B,
+                valid_BC=valid_BC,
+            ),
+            group_B=group_keys(c.proposer.advantage.group, proposed, hops_B),
+            reward_order_B=order_B,
+        )
+
+
+def group_keys(group: str, proposed: Sequence[Proposal], hops_B: np.ndarray) -> np.ndarray:
+    """The keys by which proposals are compared: hop count, seed, or one for all. int32 [B]."""
+    if group == "hop":
+        return hops_B
+    if group == "prompt":
+        numbers: dict[str, int] = {}
+        keys = [numbers.setdefault(p.seed.id, len(numbers)) for p in proposed]
+        return np.array(keys, np.int32)
+    return np.zeros(len(proposed), np.int32)

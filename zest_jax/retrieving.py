@@ -1,0 +1,201 @@
+"""What answers the searches of a run, as a config's group `retrieval` says.
+
+Without an index the world's passages are embedded by a bag of the policy's own token ids and lie on
+the device: the whole rollout is one compiled program. An index folder or a server
+(`retrieval.index`) is asked by the host-driven driver, which runs the same steps.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from zest_jax.errors import UserError
+from zest_jax.models import PolicyConfig
+from zest_jax.retrieval import Retriever
+from zest_jax.retrieval.interface import PassageRetriever
+from zest_jax.retrieval.open_index import open_retriever
+from zest_jax.retrieval.passages import PassageTexts
+from zest_jax.retrieval.retriever import passage_store
+from zest_jax.rollout.host_driver import HostSampler
+from zest_jax.rollout.protocols import SEARCH, Protocol
+from zest_jax.rollout.sampler import Sampler
+from zest_jax.rollout.state import RolloutSpec
+from zest_jax.tasks.types import Passage
+from zest_jax.tasks.world import World
+from zest_jax.tracing import TraceCounter
+
+
+@dataclasses.dataclass(frozen=True)
+class Retrieval:
+    """What answers searches.
+
+    Attributes:
+      name: for people.
+      on_device: a retriever for each role that searches, which share encoder and index; {} where
+        the host is asked.
+      host: answers texts; None where everything is on device.
+      find: passages that a single search with each text brings, best first.
+      top_k: passages per search.
+    """
+
+    name: str
+    on_device: dict[str, Retriever]
+    host: PassageRetriever | None
+    find: Callable[[Sequence[str]], list[list[Passage]]]
+    top_k: int
+
+    def sampler(
+        self,
+        role: str,
+        *,
+        policy: PolicyConfig,
+        spec: RolloutSpec,
+        protocol: Protocol,
+        tokenizer: Any,
+        capacity: int,
+        traces: TraceCounter,
+        eos_ids: Sequence[int],
+    ) -> Sampler:
+        """The compiled rollout of a role, or the host-driven one where the host is asked."""
+        name = f"{role}_rollout"
+        if self.host is not None and spec.searches:
+            return HostSampler(
+                name,
+                policy,
+                spec,
+                protocol,
+                tokenizer,
+                self.host,
+                capacity,
+                traces,
+                eos_ids,
+                top_k=self.top_k,
+            )
+        retriever = self.on_device.get(role) if spec.searches else None
+        return Sampler(
+            name, policy, spec, protocol, tokenizer, retriever, capacity, traces, eos_ids
+        )
+
+
+def build_retrieval(
+    config: Any,
+    world: World,
+    tokenizer: Any,
+    vocab_size: int,
+    protocols: dict[str, Protocol],
+    traces: TraceCounter,
+) -> Retrieval:
+    """What a config names.
+
+    Raises:
+      UserError: the index does not open, or a passage does not fit an observation.
+    """
+    top_k = config.retrieval.top_k
+    if config.retrieval.index:
+        host = open_retriever(config.retrieval.index)
+
+        def find_on_host(texts: Sequence[str]) -> list[list[Passage]]:
+            answers = host.search_passages(list(texts), top_k)
+            return [[passage for passage, _ in answer] for answer in answers]
+
+        return Retrieval(config.retrieval.index, {}, host, find_on_host, top_k)
+
+    searching = [r for r in protocols if protocols[r].kind(SEARCH) and config[r].searches]
+    if config.schedule.kind == "labelled":
+        searching = [role for role in searching if role == "solver"]
+    for role in searching:
+        check_passages(config, world, tokenizer, role, protocols[role])
+    titles = [passage.title for passage in world.passages]
+    texts = [passage.text for passage in world.passages]
+    first = protocols["solver"]
+    retriever = Retriever.build(
+        tokenizer,
+        titles,
+        texts,
+        layout=first.layout,
+        retrieved=top_k,
+        queries=first.most_queries,
+        observation_length=config.solver.observation_length,
+        text_weight=config.retrieval.text_weight,
+        dimension=config.retrieval.dimension,
+        vocab_size=vocab_size,
+    )
+    on_device = {"solver": retriever}
+    for role in searching:
+        shown, size = protocols[role], config[role].observation_length
+        if role != "solver":
+            store = passage_store(
+                tokenizer, titles, texts, shown.layout, top_k, shown.most_queries, size
+            )
+            on_device[role] = retriever.shown_as(store)
+    search = traces.jit("search", retriever.search)
+    width = config.proposer.action_length
+    fixed = max(config.proposer.seeds_per_step * config.proposer.samples, 1)
+
+    def find_on_device(asked: Sequence[str]) -> list[list[Passage]]:
+        if not asked:
+            return []
+        questions = tokenizer([f" {text}" for text in asked], add_special_tokens=False)["input_ids"]
+        found: list[list[Passage]] = []
+        for at in range(0, len(questions), fixed):  # batches of one size, so that none re-traces
+            part = questions[at : at + fixed]
+            query_BQ, length_B = np.zeros((fixed, width), np.int32), np.zeros(fixed, np.int32)
+            for b, ids in enumerate(part):
+                length_B[b] = min(len(ids), width)
+                query_BQ[b, : length_B[b]] = ids[: length_B[b]]
+            rows_B1R, _ = jax.device_get(search(query_BQ[:, None], length_B[:, None]))
+            found += [
+                [world.passages[row] for row in rows if row >= 0]
+                for rows in rows_B1R[: len(part), 0].tolist()
+            ]
+        return found
+
+    return Retrieval(world.name, on_device, None, find_on_device, top_k)
+
+
+def check_passages(
+    config: Any, world: World, tokenizer: Any, role: str, protocol: Protocol
+) -> None:
+    """Refuses passages that a role's observation cannot show.
+
+    Raises:
+      UserError: which passage, its tokens and the limit.
+    """
+    most, top_k = protocol.most_queries, config.retrieval.top_k
+    shown = tokenizer(
+        [protocol.show_results([[(p.title, p.text)] * top_k] * most) for p in world.passages],
+        add_special_tokens=False,
+        verbose=False,
+    )["input_ids"]
+    longest = max(range(len(shown)), key=lambda n: len(shown[n]))
+    limit = config[role].observation_length
+    if len(shown[longest]) > limit:
+        folder = Path() if world.atlas is None else world.atlas.folder
+        raise UserError(
+            f"{folder / 'passages.jsonl'}: passage {world.passages[longest].id} has "
+            f"{len(shown[longest])} tokens with its tags, shown {top_k * most} at a time, more "
+            f"than {role}.observation_length={limit}; raise it, lower retrieval.top_k or shorten "
+            "the passage."
+        )
+
+
+def index_world(where: str) -> World:
+    """The corpus of an index folder; a server's cannot be read by row, and is empty here.
+
+    Raises:
+      UserError: the folder has no passages.
+    """
+    if "://" in where:
+        return World(where, (), ())
+    folder = Path(where).expanduser() / "passages"
+    if not folder.is_dir():
+        raise UserError(
+            f"{where}: no index is there; build one with zest_jax.build_index, or give a server's "
+            "address (http://…)."
+        )
+    passages: Sequence[Any] = PassageTexts(folder)
+    return World(Path(where).name, passages, ())

@@ -1,0 +1,149 @@
+"""The solver's half of a step on the host: questions, rollouts, correctness, rewards, the batch.
+
+Shape letters: N rollouts, G rollouts of one question.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from zest_jax import assembly
+from zest_jax.learning.packing import Item, Packed, PackSpec, pack
+from zest_jax.models.policy import Params
+from zest_jax.rewards.outcome import Outcome, outcome
+from zest_jax.rewards.solver import SOLVER_REWARDS, Group
+from zest_jax.rollout.trajectories import Role, Trajectories
+from zest_jax.tasks.types import Task
+
+
+@dataclasses.dataclass(frozen=True)
+class Attempts:
+    """A solver's rollouts on some questions; a question's are neighbours.
+
+    Attributes:
+      tasks: the questions.
+      episodes: one a rollout, on the host.
+      answers: of each rollout.
+      outcomes: of each question: what difficulty, pass rates and group kinds are read from.
+      reward_N: shaped reward of each rollout.
+    """
+
+    tasks: Sequence[Task]
+    episodes: Trajectories
+    answers: list[str | None]
+    outcomes: list[Outcome]
+    reward_N: np.ndarray
+
+    @property
+    def group(self) -> int:
+        return len(self.answers) // max(len(self.tasks), 1)
+
+    @property
+    def right(self) -> np.ndarray:
+        """Right answers to each question."""
+        return np.array([int((o.y_G >= 1).sum()) for o in self.outcomes])
+
+
+class Solving:
+    """The parts of a run that answer questions, with its config in hand."""
+
+    def __init__(self, config: Any, parts: assembly.Parts, packs: dict[str, PackSpec]):
+        self.config, self.parts, self.packs = config, parts, packs
+        self.sampler = parts.solver_sampler
+        self._reward = SOLVER_REWARDS.find(config.solver.reward)
+
+    def attempt(
+        self,
+        params: Params,
+        tasks: Sequence[Task],
+        group: int,
+        key: jax.Array,
+        temperature: float,
+    ) -> Attempts:
+        """`group` rollouts for each question."""
+        prompt = self.sampler.protocol.prompt
+        ids = self.parts.encode([prompt.format(question=task.question) for task in tasks])
+        episodes = self.sampler(params, [i for i in ids for _ in range(group)], key, temperature)
+        answers = self.sampler.answers(episodes)
+        outcomes = [
+            outcome(answers[g * group : (g + 1) * group], task.answers)
+            for g, task in enumerate(tasks)
+        ]
+        rewards = [np.zeros(0)]
+        if self.config.solver.reward == "exact_match":
+            rewards += [o.y_G for o in outcomes]
+        else:
+            texts = self.sampler.texts(episodes)
+            seen = observations(episodes, self.sampler.tokenizer)
+            for g, (task, each) in enumerate(zip(tasks, outcomes, strict=True)):
+                of = slice(g * group, (g + 1) * group)
+                rewards.append(
+                    self._reward(
+                        Group(
+                            answers=task.answers,
+                            outcome=each,
+                            texts=tuple(texts[of]),
+                            observations=tuple(seen[of]),
+                            searches_G=np.asarray(episodes.searches_N)[of],
+                            path=self._path(task),
+                            most_searches=self.config.solver.searches,
+                        ),
+                        self.config.solver_reward,
+                    )
+                )
+        return Attempts(tasks, episodes, answers, outcomes, np.concatenate(rewards))
+
+    def _path(self, task: Task) -> tuple[tuple[str, ...], ...]:
+        """Names of the chain's entities, where the world knows the chain."""
+        atlas = self.parts.world.atlas
+        if atlas is None or not task.chain_id:
+            return ()
+        rows = {name: row for row, name in enumerate(atlas.graph.entity_ids)}
+        entities = task.chain_id.split("|")[::2]
+        return tuple(atlas.graph.names(rows[name]) for name in entities if name in rows)
+
+    def group_keys(self, attempts: Attempts) -> np.ndarray:
+        """The keys by which rollouts are compared: question, hop count, or one for all.
+
+        int32 [N].
+        """
+        group, tasks = self.config.solver.advantage.group, attempts.tasks
+        if group == "prompt":
+            keys = np.arange(len(tasks))
+        elif group == "hop":
+            keys = np.array([task.hops for task in tasks])
+        else:
+            keys = np.zeros(len(tasks), np.int64)
+        return np.repeat(keys.astype(np.int32), attempts.group)
+
+    def batches(self, attempts: Attempts, advantage_N: np.ndarray) -> Iterator[Packed]:
+        """The rollouts that carry a gradient, packed; in as many batches as there are updates.
+
+        A group without contrast has no advantage, and is dropped.
+        """
+        keep = np.flatnonzero(advantage_N)
+        for part in np.array_split(keep, self.config.solver.updates_per_batch):
+            if len(part):
+                rows = part.tolist()
+                yield pack(sampled_items(attempts.episodes, rows), self.packs["solver"], rows)
+
+
+def sampled_items(episodes: Trajectories, rows: Sequence[int] | None = None) -> list[Item]:
+    """Sampled sequences as they are trained on: the sampler's ids, mask and log-probabilities."""
+    items = []
+    for n in range(episodes.count) if rows is None else rows:
+        length = int(episodes.length_N[n])
+        targets = np.flatnonzero(episodes.mask_NL[n, :length])
+        items.append(Item(episodes.ids_NL[n, :length], targets, episodes.logp_NL[n, targets]))
+    return items
+
+
+def observations(episodes: Trajectories, tokenizer: Any) -> list[str]:
+    """What the searches of each episode brought, as text."""
+    role_NL = np.asarray(episodes.role_NL)
+    ids_NL = np.asarray(episodes.ids_NL)
+    ids = [ids_NL[n][role_NL[n] == Role.TOOL].tolist() for n in range(episodes.count)]
+    return tokenizer.batch_decode(ids, clean_up_tokenization_spaces=False)
