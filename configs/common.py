@@ -67,7 +67,9 @@ def get_config() -> ConfigDict:
     c.warm_start.clean_steps = 0  # first steps with right scripts and real names only
     c.warm_start.solver = 0.6  # weight of search episodes among the scripts
     c.warm_start.reading = 0.1  # weight of answering from given passages
-    c.warm_start.proposer = 0.3  # weight of question writing
+    c.warm_start.proposer = 0.3  # weight of question writing from a chain
+    c.warm_start.document = 0.0  # weight of question writing from a document, with searches
+    c.warm_start.backward = 0.0  # weight of question writing from an answer, with searches
     c.warm_start.renamed = 0.5  # share of scripts whose names are random strings
     c.warm_start.early_answer = 0.5  # share of search episodes that give up after the first search
     c.warm_start.wrong_field = 0.1  # share that read a wrong field of the passage

@@ -364,6 +364,8 @@ def mix(config: Any, clean: bool) -> Mix:
         solver=w.solver,
         reading=w.reading,
         proposer=w.proposer,
+        document=w.document,
+        backward=w.backward,
         renamed=0.0 if clean else w.renamed,
         early_answer=0.0 if clean else w.early_answer,
         wrong_field=0.0 if clean else w.wrong_field,

@@ -16,6 +16,7 @@ from zest_jax.learning.packing import Item
 from zest_jax.tasks import scripts
 from zest_jax.tasks.atlas import Atlas
 from zest_jax.tasks.scripts import Segment
+from zest_jax.tasks.search_scripts import backward_chain, backward_script, document_script
 from zest_jax.tasks.types import read_records
 
 Encode = Callable[[Sequence[str]], list[list[int]]]
@@ -28,7 +29,9 @@ class Mix:
     Attributes:
       solver: weight of search episodes.
       reading: weight of answers from given passages.
-      proposer: weight of question writing.
+      proposer: weight of question writing from a chain.
+      document: weight of question writing from a document, with searches.
+      backward: weight of question writing from an answer, with searches.
       renamed: share of the episodes whose names are random, so that reading has to be learnt and
         not names by heart.
       early_answer, wrong_field, relation_query: shares of the search episodes that go wrong in
@@ -40,6 +43,8 @@ class Mix:
     solver: float = 0.6
     reading: float = 0.1
     proposer: float = 0.3
+    document: float = 0.0
+    backward: float = 0.0
     renamed: float = 0.5
     early_answer: float = 0.5
     wrong_field: float = 0.1
@@ -52,8 +57,10 @@ def scripted_episodes(
     atlas: Atlas, mix: Mix, count: int, rng: np.random.Generator
 ) -> list[list[Segment]]:
     """Scripted episodes over training chains."""
-    weights = np.array([mix.solver, mix.reading, mix.proposer])
-    kinds = rng.choice(3, size=count, p=weights / weights.sum())
+    weights = np.array([mix.solver, mix.reading, mix.proposer, mix.document, mix.backward])
+    # Kinds of weight 0 are left out, so that adding one does not change what is drawn without it.
+    there = np.flatnonzero(weights)
+    kinds = rng.choice(there, size=count, p=weights[there] / weights.sum())
     hops_of = rng.integers(1, mix.max_hops + 1, size=count)
     pools = {
         hops: atlas.sample_chains(hops, int(np.sum(hops_of == hops)), rng, split="train")
@@ -70,6 +77,14 @@ def scripted_episodes(
             episodes.append(scripts.solver_script(chain, atlas, rng, rename, flaw))
         elif kind == 1:
             episodes.append(scripts.reading_script(chain, atlas, rng, rename))
+        elif kind == 3:
+            flawed = bool(rng.random() < mix.flawed_proposer)
+            episodes.append(document_script(chain, atlas, rng, rename, flawed))
+        elif kind == 4:
+            flawed, found = bool(rng.random() < mix.flawed_proposer), None
+            while found is None:
+                found = backward_chain(atlas, int(rng.integers(2, mix.max_hops + 1)), rng)
+            episodes.append(backward_script(found, atlas, rng, rename, flawed))
         else:
             flaws = scripts.proposer_flaws(hops)
             flawed = rng.random() < mix.flawed_proposer

@@ -101,7 +101,7 @@ def solver_script(
     names: dict[int, str] = {}
     if rename:
         shown = [passage for _, _, passage in steps] + list(chain.entities)
-        names = random_names(_named_in(atlas, shown), atlas, rng)
+        names = random_names(named_in(atlas, shown), atlas, rng)
     labels = atlas.graph.labels
     question = nested_question(chain, atlas, rng, names=names)
     segments: list[Segment] = [(solver_prompt(question), False)]
@@ -185,7 +185,7 @@ def reading_script(
     passages. So that "the title of the last passage" is no way to the answer, half of the scripts
     leave out the answer's own passage, and half shuffle the passages.
     """
-    names = random_names(_named_in(atlas, chain.entities), atlas, rng) if rename else {}
+    names = random_names(named_in(atlas, chain.entities), atlas, rng) if rename else {}
     order = list(chain.entities if rng.random() < 0.5 else chain.entities[:-1])
     if rng.random() < 0.5:
         order = [order[i] for i in rng.permutation(len(order))]
@@ -222,7 +222,7 @@ def proposer_script(
         raise ValueError(f"No proposer flaw '{flaw}'; there are {', '.join(PROPOSER_FLAWS)}.")
     if flaw == "shortcut" and chain.hops < 2:
         raise ValueError("A question of one hop has no shorter form; take another flaw.")
-    names = random_names(_named_in(atlas, chain.entities), atlas, rng) if rename else {}
+    names = random_names(named_in(atlas, chain.entities), atlas, rng) if rename else {}
     labels = atlas.graph.labels
     first = chain.hops - 1 if flaw == "shortcut" else 0
     question = nested_question(chain, atlas, rng, first_hop=first, names=names)
@@ -277,7 +277,8 @@ def random_names(entities: Iterable[int], atlas: Atlas, rng: np.random.Generator
     return names
 
 
-def _named_in(atlas: Atlas, passages: Iterable[int]) -> list[int]:
+def named_in(atlas: Atlas, passages: Iterable[int]) -> list[int]:
+    """Every entity that these entities' passages name, in order and with repetition."""
     return [
         part for entity in passages for part in atlas.pieces[entity] if not isinstance(part, str)
     ]

@@ -4,7 +4,12 @@ import importlib
 import pkgutil
 
 from zest_jax.errors import UserError
-from zest_jax.rollout.protocols.plain import PLAIN_PROPOSER, PLAIN_SEARCH
+from zest_jax.rollout.protocols.plain import (
+    PLAIN_BACKWARD,
+    PLAIN_DOCUMENT,
+    PLAIN_PROPOSER,
+    PLAIN_SEARCH,
+)
 from zest_jax.rollout.protocols.protocol import (
     ANSWER,
     SEARCH,
@@ -45,6 +50,8 @@ for _found in pkgutil.iter_modules(__path__):
 
 __all__ = [
     "ANSWER",
+    "PLAIN_BACKWARD",
+    "PLAIN_DOCUMENT",
     "PLAIN_PROPOSER",
     "PLAIN_SEARCH",
     "PROTOCOLS",

@@ -20,4 +20,18 @@ PLAIN_PROPOSER = Protocol(
     actions=(("answer", ANSWER),),
 )
 
-PROTOCOLS = (PLAIN_SEARCH, PLAIN_PROPOSER)
+# A proposer that is given a document and searches on from there (Dr. Zero without instructions).
+PLAIN_DOCUMENT = Protocol(
+    name="plain_document",
+    prompt="Write a question.\nHops: {hops}\n {title}: {text}\n",
+    actions=(("search", SEARCH), ("answer", ANSWER)),
+)
+
+# A proposer that is given the answer and works backwards (SSP without instructions).
+PLAIN_BACKWARD = Protocol(
+    name="plain_backward",
+    prompt="Write a question.\nAnswer: {answer}\nSearches: {searches}\n",
+    actions=(("search", SEARCH), ("question", ANSWER)),
+)
+
+PROTOCOLS = (PLAIN_SEARCH, PLAIN_PROPOSER, PLAIN_DOCUMENT, PLAIN_BACKWARD)
