@@ -1,0 +1,492 @@
+"""Aligns the entities of a knowledge graph with the passages of a corpus.
+
+An entity belongs to the passages whose title is one of its names, compared without case, accents
+and punctuation (`name_key`). A name that several entities bear says nothing and is dropped; so is a
+title that the corpus writes in several ways, since these may be several articles. Of an entity
+whose names are titles of several articles the name that its row has first counts.
+
+Names are held as 64-bit hashes: two of 20 million different names share one with a chance of about
+1 in 100,000, and would then count as a name of several entities.
+
+Letters: E entities of the graph, K names that one entity bears alone, N passages, W titles that
+are names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import unicodedata
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zest_jax.retrieval.corpora import Corpus, Position
+from zest_jax.retrieval.interface import Passage
+from zest_jax.retrieval.passages import PassageTexts
+from zest_jax.retrieval.storage import mapped
+from zest_jax.tasks.wikidata import Ints, NameTable, find
+from zest_jax.text import contains_answer, normalize_answer
+
+Hashes = NDArray[np.uint64]
+Bools = NDArray[np.bool_]
+Tell = Callable[[int], object]
+
+_NO_NAME = b"\0" * 8
+_ROWS = 4096  # passages of a store read at a time
+
+
+# --------------------------------------------------------------------------------------- names
+
+
+class _Keys(dict[int, int | None]):
+    """Characters of a name as they are compared, worked out when first met."""
+
+    def __missing__(self, point: int) -> int | None:
+        char = chr(point)
+        if 0x300 <= point < 0x370:  # accents; vowel signs of other scripts are letters
+            kept: int | None = None
+        else:
+            kept = point if char.isalnum() or unicodedata.category(char)[0] == "M" else 32
+        self[point] = kept
+        return kept
+
+
+_KEYS = _Keys()
+_ASCII = bytes(
+    ord(chr(point).lower()) if point < 128 and chr(point).isalnum() else 32 if point != 9 else 9
+    for point in range(256)
+)
+
+
+def name_key(name: str) -> str:
+    """A name without case, accents and punctuation, words parted by one space.
+
+    "Jay-Z" and "jay z" are one name, "Köln" and "Koln" are; so are full-width and plain letters.
+    Vowel signs of scripts that write them as marks are kept. A name without any letter or digit
+    gives "".
+    """
+    plain = unicodedata.normalize("NFKD", name).casefold()
+    return " ".join(plain.translate(_KEYS).split())
+
+
+def row_keys(raw: bytes) -> list[bytes]:
+    """`name_key` of the names of a row (with tabs between), UTF-8; blank names are left out."""
+    if raw.isascii():
+        plain = raw.translate(_ASCII).split(b"\t")
+        given = raw.split(b"\t")
+        return [b" ".join(p.split()) for p, g in zip(plain, given, strict=True) if g.strip()]
+    names = raw.decode().split("\t")
+    return [name_key(name).encode() for name in names if name.strip()]
+
+
+def hash_key(key: bytes) -> bytes:
+    """The 8 bytes that a name is known by; all zero for one without letter or digit."""
+    return hashlib.blake2b(key, digest_size=8).digest() if key else _NO_NAME
+
+
+_WORD = re.compile(r"[^\W_]+")
+_MONTHS = (
+    "january february march april may june july august september october november december "
+    "jan feb mar apr jun jul aug sep sept oct nov dec"
+)
+_ERAS = "bc ad bce ce century millennium decade"
+_DATE_WORDS = frozenset(f"{_MONTHS} {_ERAS} s st nd rd th of the".split())
+_DATE_WORD = re.compile(r"\d+(st|nd|rd|th|s)?|[\d年月日世紀年代]+")
+
+
+def is_number_or_date(name: str) -> bool:
+    """Whether it is: "3.14", "12 May 1990", "1990s", "21st century", "1990年5月"."""
+    words = _WORD.findall(name.casefold())
+    return any(word[0].isnumeric() for word in words) and all(
+        word in _DATE_WORDS or word.isnumeric() or _DATE_WORD.fullmatch(word) for word in words
+    )
+
+
+def written_length(name: str) -> int:
+    """Letters and digits of a name; those of East Asian scripts, which hold more, count as two."""
+    return sum(
+        2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in name if char.isalnum()
+    )
+
+
+class SurfaceRules(NamedTuple):
+    """What a name must be like to be asked for.
+
+    Attributes:
+      shortest: letters and digits that it needs, see `written_length`.
+      numbers: whether numbers and dates may be.
+    """
+
+    shortest: int = 3
+    numbers: bool = False
+
+    def allow(self, name: str) -> bool:
+        return written_length(name) >= self.shortest and (
+            self.numbers or not is_number_or_date(name)
+        )
+
+
+@dataclass(frozen=True)
+class NameIndex:
+    """The names that exactly one entity bears.
+
+    Attributes:
+      keys: [K] hashes, ascending.
+      owners: [K] int32, row of the entity in the graph; -1 for one outside of it.
+      ranks: [K] uint16, which of the entity's names it is, 0 for the first.
+      names: how many names there were, different ones of an entity.
+      shared: how many were dropped since several entities bear them.
+      unnamed: [E] bool, entities that have no row of names.
+      alone: [E] bool, entities that have a name of their own.
+    """
+
+    keys: Hashes
+    owners: Ints
+    ranks: NDArray[np.uint16]
+    names: int
+    shared: int
+    unnamed: Bools
+    alone: Bools
+
+    def own(self, table: NameTable, row: int) -> list[str]:
+        """The names of a row of `table` that no other entity bears, each once."""
+        names = table.names(row)
+        keys = [name_key(name).encode() for name in names]
+        found = find(self.keys, as_hashes(map(hash_key, keys))) >= 0
+        by_key: dict[bytes, str] = {}
+        for name, key, kept in zip(names, keys, found.tolist(), strict=True):
+            if kept:
+                by_key.setdefault(key, name)
+        return list(by_key.values())
+
+
+def as_hashes(digests: Iterable[bytes]) -> Hashes:
+    return np.frombuffer(b"".join(digests), "<u8").astype(np.uint64, copy=False)
+
+
+def index_names(table: NameTable, entities: Ints, tell: Tell | None = None) -> NameIndex:
+    """Finds the names that one entity bears alone, among all rows of the table.
+
+    Args:
+      table: names of entities; those outside the graph count as owners, too.
+      entities: [E] ascending numbers of the graph's entities.
+      tell: called with the rows that were read.
+    """
+    digests = bytearray()
+    counts = array("i")
+    for row in range(len(table)):
+        keys = row_keys(table.raw(row))
+        counts.append(len(keys))
+        digests += b"".join(map(hash_key, keys))
+        if tell is not None and row % 65_536 == 0:
+            tell(row)
+    if tell is not None:
+        tell(len(table))
+    count = np.frombuffer(counts, np.int32)
+    key = np.frombuffer(digests, "<u8")
+    owner = np.repeat(np.arange(len(table), dtype=np.int32), count)
+    rank = np.arange(len(key)) - np.repeat(np.cumsum(count) - count, count)
+    rank = np.minimum(rank, 65_535).astype(np.uint16)
+    keep = key != 0
+    order = np.argsort(key[keep], kind="stable")
+    key, owner, rank = key[keep][order], owner[keep][order], rank[keep][order]
+    first = np.flatnonzero(np.concatenate([[True], key[1:] != key[:-1]])) if len(key) else order
+    # Rows ascend within equal keys, so the ends of a run tell whether it has one owner.
+    last = np.append(first[1:], len(key)) - 1
+    single = owner[first] == owner[last] if len(key) else np.zeros(0, bool)
+    kept = first[single]
+    row_in_graph = find(entities, table.numbers)
+    owners = row_in_graph[owner[kept]]
+    unnamed = np.ones(len(entities), bool)
+    unnamed[row_in_graph[row_in_graph >= 0]] = False
+    alone = np.zeros(len(entities), bool)
+    alone[owners[owners >= 0]] = True
+    return NameIndex(
+        key[kept], owners, rank[kept], len(first), int((~single).sum()), unnamed, alone
+    )
+
+
+# ------------------------------------------------------------------------------------- corpora
+
+
+class PassageSource(Protocol):
+    """A corpus that is read twice: all titles, then some passages."""
+
+    def titles(self, tell: Tell) -> Iterator[list[str]]:
+        """All titles in their order; `tell` is called with the passages read."""
+        ...
+
+    def read(self, rows: NDArray[np.int64], tell: Tell) -> Iterator[tuple[int, Passage]]:
+        """The passages of ascending rows; `tell` is called with those read."""
+        ...
+
+    def identity(self) -> dict[str, Any]:
+        """What tells it from another corpus without reading it."""
+        ...
+
+    def about(self) -> dict[str, Any]:
+        """Name, format, passages and fingerprint; to be called after `titles`."""
+        ...
+
+
+class CorpusFile:
+    """A corpus as `open_corpus` reads it; every reading goes through all of it."""
+
+    def __init__(self, corpus: Corpus):
+        self._corpus = corpus
+        self._starts: list[tuple[int, Position]] = []
+        self._fingerprint = _Fingerprint()
+        self.malformed: list[str] = []
+
+    def titles(self, tell: Tell) -> Iterator[list[str]]:
+        self._starts, self._fingerprint = [], _Fingerprint()
+        start = Position()
+        for batch in self._corpus.batches():
+            self._starts.append((start.passages, start))
+            start = batch.end
+            self._fingerprint.add(batch.passages)
+            tell(batch.end.passages)
+            yield [passage.title for passage in batch.passages]
+        self.malformed = [str(entry) for entry in self._corpus.malformed]
+
+    def read(self, rows: NDArray[np.int64], tell: Tell) -> Iterator[tuple[int, Passage]]:
+        if not len(rows):
+            return
+        # Nothing needs to be read before the batch of the first row.
+        firsts = np.array([first for first, _ in self._starts])
+        start = self._starts[int(np.searchsorted(firsts, rows[0], "right")) - 1][1]
+        at = 0
+        for batch in self._corpus.batches(start):
+            first = batch.end.passages - len(batch.passages)
+            upto = int(np.searchsorted(rows, batch.end.passages))
+            for row in rows[at:upto].tolist():
+                yield row, batch.passages[row - first]
+            at = upto
+            tell(at)
+            if at == len(rows):
+                return
+
+    def identity(self) -> dict[str, Any]:
+        return self._corpus.identity()
+
+    def about(self) -> dict[str, Any]:
+        return {
+            "name": self._corpus.name,
+            "format": self._corpus.format,
+            "passages": self._fingerprint.passages,
+            "fingerprint": self._fingerprint.value(),
+        }
+
+
+class PassageStore:
+    """The stored passages of an index; only what is asked for is read."""
+
+    def __init__(self, folder: Path, name: str):
+        self._texts, self._name = PassageTexts(folder), name
+        self._titles = mapped(folder / "titles.bin", np.uint8)
+        self._ends = mapped(folder / "titles.end", "<i8")
+
+    def titles(self, tell: Tell) -> Iterator[list[str]]:
+        begin = 0
+        for first in range(0, len(self._texts), _ROWS):
+            ends = self._ends[first : first + _ROWS]
+            data = self._titles[begin : int(ends[-1])].tobytes()
+            cuts = (ends - begin).tolist()
+            begin = int(ends[-1])
+            tell(first + len(ends))
+            yield [str(data[a:b], "utf-8") for a, b in zip([0, *cuts[:-1]], cuts, strict=True)]
+
+    def read(self, rows: NDArray[np.int64], tell: Tell) -> Iterator[tuple[int, Passage]]:
+        for at, row in enumerate(rows.tolist()):
+            yield row, self._texts[row]
+            if at % 1024 == 0:
+                tell(at)
+        tell(len(rows))
+
+    def identity(self) -> dict[str, Any]:
+        return self.about()
+
+    def about(self) -> dict[str, Any]:
+        return {
+            "name": self._name,
+            "format": "index",
+            "passages": len(self._texts),
+            "fingerprint": self._texts.fingerprint,
+        }
+
+
+class _Fingerprint:
+    """What `PassageTexts.fingerprint` of the same passages is, without storing them."""
+
+    def __init__(self) -> None:
+        self.passages = 0
+        self._content = [hashlib.sha256() for _ in range(3)]
+        self._ends = [hashlib.sha256() for _ in range(3)]
+        self._lengths = [0, 0, 0]
+
+    def add(self, passages: Sequence[Passage]) -> None:
+        if not passages:
+            return
+        self.passages += len(passages)
+        columns = (
+            [p.id.encode() for p in passages],
+            [p.title.encode() for p in passages],
+            [p.text.encode() for p in passages],
+        )
+        for i, column in enumerate(columns):
+            self._content[i].update(b"".join(column))
+            ends = np.cumsum(np.fromiter(map(len, column), np.int64)) + self._lengths[i]
+            self._ends[i].update(ends.astype("<i8").tobytes())
+            self._lengths[i] = int(ends[-1])
+
+    def value(self) -> str:
+        pairs = zip(self._content, self._ends, strict=True)
+        digests = [digest.hexdigest() for pair in pairs for digest in pair]
+        return hashlib.sha256("".join(digests).encode()).hexdigest()
+
+
+# ----------------------------------------------------------------------------------- alignment
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """Which passages are about which entity.
+
+    Attributes:
+      offsets: [E + 1] int64, where an entity's passages begin in `rows`.
+      rows: int32, rows of the corpus, ascending within an entity.
+      poor: [E] bool, entities whose title is a date, a number or too short to be asked for.
+      counts: what became of passages and titles, for the funnel.
+    """
+
+    offsets: NDArray[np.int64]
+    rows: Ints
+    poor: Bools
+    counts: dict[str, int]
+
+    @property
+    def aligned(self) -> Bools:
+        """[E] bool, entities that have a passage."""
+        return np.diff(self.offsets) > 0
+
+    def passages_of(self, entity: int) -> Ints:
+        """The rows of an entity's passages."""
+        return self.rows[self.offsets[entity] : self.offsets[entity + 1]]
+
+
+def align(
+    source: PassageSource,
+    index: NameIndex,
+    entities: int,
+    rules: SurfaceRules,
+    tell: Tell,
+) -> Alignment:
+    """Reads the titles of a corpus and gives every entity its passages.
+
+    Args:
+      source: the corpus.
+      index: names that one entity bears alone.
+      entities: E.
+      rules: what the name of an entity must be like to be asked for.
+      tell: called with the passages read.
+    """
+    name_N: list[Ints] = []  # the index's row of each passage's title, -1 where it is no name
+    met: list[tuple[Ints, Hashes, Bools]] = []
+    for titles in source.titles(tell):
+        if not titles:
+            continue
+        different: list[str] = []
+        place = np.empty(len(titles), np.int32)
+        last = None
+        for i, title in enumerate(titles):  # the passages of an article stand together
+            if title != last:
+                different.append(title)
+                last = title
+            place[i] = len(different) - 1
+        keys = as_hashes(hash_key(name_key(title).encode()) for title in different)
+        name = find(index.keys, keys)
+        name[name >= 0] = np.where(index.owners[name[name >= 0]] >= 0, name[name >= 0], -1)
+        name_N.append(name[place])
+        hits = np.flatnonzero(name >= 0).tolist()
+        met.append(
+            (
+                name[hits],
+                as_hashes(hash_key(different[i].encode()) for i in hits),
+                np.array([not rules.allow(different[i]) for i in hits], bool),
+            )
+        )
+    name_of = np.concatenate(name_N)
+    del name_N
+    name_W, title_W, poor_W = (np.concatenate(column) for column in zip(*met, strict=True))
+    return _settle(name_of, name_W, title_W, poor_W, index, entities)
+
+
+def _settle(
+    name_of: Ints, name_W: Ints, title_W: Hashes, poor_W: Bools, index: NameIndex, entities: int
+) -> Alignment:
+    """Drops titles written in several ways, then takes every entity's first name that is one."""
+    order = np.lexsort((title_W, name_W))
+    name_W, title_W, poor_W = name_W[order], title_W[order], poor_W[order]
+    fresh = np.ones(len(name_W), bool)
+    fresh[1:] = (name_W[1:] != name_W[:-1]) | (title_W[1:] != title_W[:-1])
+    name_W, poor_W = name_W[fresh], poor_W[fresh]
+    names, first, ways = np.unique(name_W, return_index=True, return_counts=True)
+    clash = ways > 1
+    names, poor_W = names[~clash], poor_W[first][~clash]
+
+    owner, rank = index.owners[names], index.ranks[names]
+    order = np.lexsort((rank, owner))
+    names, owner, poor_W = names[order], owner[order], poor_W[order]
+    best = np.ones(len(owner), bool)
+    best[1:] = owner[1:] != owner[:-1]
+    name_E = np.full(entities, -1, np.int32)
+    name_E[owner[best]] = names[best]
+    poor = np.zeros(entities, bool)
+    poor[owner[best]] = poor_W[best]
+
+    row = np.flatnonzero(name_of >= 0)
+    entity = index.owners[name_of[row]]
+    chosen = name_E[entity] == name_of[row]
+    matched = len(row)
+    row, entity = row[chosen], entity[chosen]
+    order = np.argsort(entity, kind="stable")
+    counts = np.bincount(entity, minlength=entities)
+    offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+    return Alignment(
+        offsets,
+        row[order].astype(np.int32),
+        poor,
+        {
+            "passages": len(name_of),
+            "titled": matched,
+            "of_entities": len(row),
+            "titles_written_differently": int(clash.sum()),
+            "titles_of_a_later_name": int((~best).sum()),
+        },
+    )
+
+
+# ------------------------------------------------------------------------------------ mentions
+
+# Scripts that put no space between words: Thai, Lao, Myanmar, Khmer, kana and Chinese characters.
+_UNSPACED = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff]")
+
+
+def mentions(text: str, names: Sequence[str]) -> bool:
+    """Whether a text has one of some names in it, as whole words (`text.contains_answer`).
+
+    Where a name begins and ends in a script without spaces between words, it may stand anywhere.
+    """
+    if any(contains_answer(text, name) for name in names):
+        return True
+    for name in names:
+        if name and _UNSPACED.match(name[0]) and _UNSPACED.match(name[-1]):
+            if normalize_answer(name) in normalize_answer(text):
+                return True
+    return False
