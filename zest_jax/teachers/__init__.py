@@ -1,0 +1,1 @@
+"""Frozen judges, asked by text: an endpoint, a policy in this process, or recorded answers."""
