@@ -14,9 +14,10 @@ def get_config(arg: str = ""):
       (none)      a shipped policy of 0.8M parameters, two iterations
       gpu         a policy of 4.5M parameters from random weights: warm start, then three iterations
       warm_start  the warm start alone: what made the shipped policy (with zest_jax.warm_start)
+      search_warm_start   the same from there for proposers that search: what made search_policy
       control     rewards go to random rollouts of the batch; must not learn (joins with the others)
     """
-    variant = parse_arg(arg, size=("smoke", "gpu", "warm_start"), control=False)
+    variant = parse_arg(arg, size=("smoke", "gpu", "warm_start", "search_warm_start"), control=False)
     c = common.get_config()
     c.control.shuffle_rewards = variant.control
     c.schedule.iterations = 2
@@ -39,6 +40,24 @@ def get_config(arg: str = ""):
     c.warm_start.stop_every = 250
     if variant.size == "warm_start":
         c.schedule.iterations = 0
+        return c
+
+    if variant.size == "search_warm_start":
+        c.policy.folder = "smoke_policy"
+        c.schedule.iterations = 0
+        c.warm_start.learning_rate = 1e-3
+        c.warm_start.solver = 0.35
+        c.warm_start.reading = 0.1
+        c.warm_start.proposer = 0.15
+        c.warm_start.document = 0.2
+        c.warm_start.backward = 0.2
+        c.warm_start.flawed_proposer = 0.4
+        # Room for episodes of proposers that search.
+        c.proposer.protocol = "plain_document"
+        c.proposer.searches = 3
+        c.source.kind = "documents"
+        c.source.hop_weights = (1, 1, 1)
+        c.proposer.prompt_length = 96
         return c
 
     c.policy.width = 256
