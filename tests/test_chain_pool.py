@@ -100,6 +100,12 @@ def test_a_pool_is_replaced_whole(folder):
     ]
 
 
+def test_a_pool_may_be_empty(tmp_path):
+    chain_pool.write_pool(tmp_path, [], ABOUT)
+    pool = ChainPool.open(tmp_path)
+    assert len(pool) == 0 and pool.hops == () and pool.sample(1, 0, np.random.default_rng(0)) == []
+
+
 @pytest.mark.parametrize(
     "name, change, told",
     [

@@ -209,7 +209,7 @@ def read_world(
         funnel.notes.append(f"{table.repeated:,} rows of names repeat an entity; the first counts")
     with progress.phase("comparing names", len(table)) as bar:
         index = index_names(table, graph.entities, _teller(bar))
-    funnel.add("names", "of entities, each once an entity", index.names)
+    funnel.add("names", "different names of entities", index.names)
     funnel.add("names", "that several entities bear", len(index.keys), index.shared)
 
     rules = SurfaceRules(values.shortest_name, values.numbers)
@@ -416,6 +416,8 @@ def build(values: flags.FlagValues, folder: Path, progress: Progress) -> None:
                 f"({folder / FUNNEL} tells why); ask for fewer (--chains, --heldout_chains), "
                 "or say --allow_fewer."
             )
+    if not any(chains for (pool, _), chains in kept.items() if pool == "train"):
+        raise UserError(f"no chain passes the filters; {folder / FUNNEL} tells why.")
     about = {
         "seed": values.seed,
         "settings": settings,

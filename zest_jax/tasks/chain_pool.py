@@ -271,8 +271,8 @@ def write_pool(
             at += len(line)
     names = [CHAINS]
     lengths = sorted(begins)
-    for hops, after in zip(lengths, [*lengths[1:], None], strict=True):
-        end = at if after is None else begins[after][0]
+    ends = [*(begins[hops][0] for hops in lengths[1:]), at]
+    for hops, end in zip(lengths, ends, strict=False):  # no chain at all leaves one end over
         names.append(offsets_name(hops))
         with writing(folder / names[-1]) as file:
             np.save(file, np.array([*begins[hops], end], np.int64))
