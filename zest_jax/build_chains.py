@@ -169,21 +169,19 @@ def find_files(values: flags.FlagValues) -> dict[str, list[Path]]:
     return found
 
 
-def open_source(values: flags.FlagValues, limits: Limits) -> tuple[PassageSource, int]:
-    """The corpus, and its passages (0 where they are not known yet)."""
+def open_source(values: flags.FlagValues, limits: Limits) -> PassageSource:
+    """The corpus: files of passages, or the passages of an index."""
     path = Path(values.corpus).expanduser()
     for folder in (path / "passages", path):
         if (folder / "passages.json").is_file():
-            store = PassageStore(folder, path.name)
-            return store, store.about()["passages"]
-    return CorpusFile(open_corpus(path, values.format, limits)), 0
+            return PassageStore(folder, path.name)
+    return CorpusFile(open_corpus(path, values.format, limits))
 
 
 def read_world(
     values: flags.FlagValues,
     files: dict[str, list[Path]],
     source: PassageSource,
-    passages: int,
     funnel: Funnel,
     progress: Progress,
 ) -> World:
@@ -213,7 +211,7 @@ def read_world(
     funnel.add("names", "that several entities bear", len(index.keys), index.shared)
 
     rules = SurfaceRules(values.shortest_name, values.numbers)
-    with progress.phase("reading titles", passages) as bar:
+    with progress.phase(f"reading titles ({source.unit})", source.size) as bar:
         alignment = align(source, index, len(graph.entities), rules, _teller(bar))
     counts = alignment.counts
     funnel.add("passages", "of the corpus", counts["passages"])
@@ -375,13 +373,13 @@ def build(values: flags.FlagValues, folder: Path, progress: Progress) -> None:
         for what, paths in sorted(files.items())
     }
     limits = Limits(values.max_malformed, values.max_malformed_share)
-    source, passages = open_source(values, limits)
+    source = open_source(values, limits)
     inputs["corpus"] = [source.identity()]
     if _is_complete(folder, {"settings": settings, "inputs": inputs}):
         progress.say(f"{folder} is complete already.")
         return
     funnel = Funnel()
-    world = read_world(values, files, source, passages, funnel, progress)
+    world = read_world(values, files, source, funnel, progress)
     usable = usable_triples(world, values, funnel)
     held_E = held_out(world.graph.entities, values.heldout_share)
     walkers = make_walkers(world, usable, held_E, values)

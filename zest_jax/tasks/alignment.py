@@ -38,6 +38,7 @@ Bools = NDArray[np.bool_]
 Tell = Callable[[int], object]
 
 _NO_NAME = b"\0" * 8
+_MEGABYTE = 1_000_000
 _ROWS = 4096  # passages of a store read at a time
 
 
@@ -216,10 +217,18 @@ def index_names(table: NameTable, entities: Ints, tell: Tell | None = None) -> N
 
 
 class PassageSource(Protocol):
-    """A corpus that is read twice: all titles, then some passages."""
+    """A corpus that is read twice: all titles, then some passages.
+
+    Attributes:
+      size: what `titles` counts up to.
+      unit: what it counts.
+    """
+
+    size: int
+    unit: str
 
     def titles(self, tell: Tell) -> Iterator[list[str]]:
-        """All titles in their order; `tell` is called with the passages read."""
+        """All titles in their order; `tell` is called with how far they are read, of `size`."""
         ...
 
     def read(self, rows: NDArray[np.int64], tell: Tell) -> Iterator[tuple[int, Passage]]:
@@ -240,6 +249,7 @@ class CorpusFile:
 
     def __init__(self, corpus: Corpus):
         self._corpus = corpus
+        self.size, self.unit = -(-corpus.total_bytes // _MEGABYTE), "MB"
         self._starts: list[tuple[int, Position]] = []
         self._fingerprint = _Fingerprint()
         self.malformed: list[str] = []
@@ -251,7 +261,8 @@ class CorpusFile:
             self._starts.append((start.passages, start))
             start = batch.end
             self._fingerprint.add(batch.passages)
-            tell(batch.end.passages)
+            done = batch.bytes_done
+            tell(self.size if done == self._corpus.total_bytes else done // _MEGABYTE)
             yield [passage.title for passage in batch.passages]
         self.malformed = [str(entry) for entry in self._corpus.malformed]
 
@@ -289,6 +300,7 @@ class PassageStore:
 
     def __init__(self, folder: Path, name: str):
         self._texts, self._name = PassageTexts(folder), name
+        self.size, self.unit = len(self._texts), "passages"
         self._titles = mapped(folder / "titles.bin", np.uint8)
         self._ends = mapped(folder / "titles.end", "<i8")
 
@@ -394,7 +406,7 @@ def align(
       index: names that one entity bears alone.
       entities: E.
       rules: what the name of an entity must be like to be asked for.
-      tell: called with the passages read.
+      tell: see `PassageSource.titles`.
     """
     name_N: list[Ints] = []  # the index's row of each passage's title, -1 where it is no name
     met: list[tuple[Ints, Hashes, Bools]] = []
