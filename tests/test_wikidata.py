@@ -446,11 +446,14 @@ def test_equal_relations_of_neighbouring_heads_are_not_one_run():
     assert walks.few_tails(graph, 1).all()
 
 
-def walker(graph, hops, power=1.0, caps=None, seed=0):
+def ways(graph, power=1.0):
     every = np.ones(graph.triples, bool)
-    start = np.ones(len(graph.entities), bool)
-    caps = caps or walks.Caps()
-    return walks.Walker(graph, every, start, hops, power, np.random.default_rng(seed), caps)
+    return walks.Ways(graph, every, np.ones(len(graph.entities), bool), power)
+
+
+def walker(graph, hops, power=1.0, caps=None, seed=0):
+    rng = np.random.default_rng(seed)
+    return walks.Walker(ways(graph, power), hops, rng, caps or walks.Caps())
 
 
 @pytest.mark.parametrize("power, share", [(1.0, 0.99), (0.5, 100 / 110), (0.0, 0.5)])
@@ -458,16 +461,16 @@ def test_relations_are_drawn_by_their_power(power, share):
     # 9,900 triples of P1 and 99 of P2: n ** 0.5 is 10 to 1, near enough.
     graph = graph_of([(i, 1, 20_000 + i % 7) for i in range(1, 10_001)]
                      + [(i, 2, 20_000) for i in range(1, 101)])  # fmt: skip
-    drawn = walker(graph, 1, power)._walk(20_000)[1]
-    assert np.mean(drawn == 0) == pytest.approx(share, abs=0.01)
+    drawn = ways(graph, power).walk(1, 20_000, np.random.default_rng(0))
+    assert np.mean(drawn.relations == 0) == pytest.approx(share, abs=0.01)
 
 
 def test_a_head_with_many_triples_does_not_lead():
     # One head has 50 relations with 2 triples each in the graph, of which it owns one.
     triples = [(1, r, 1000 + r) for r in range(1, 51)]
     triples += [(r + 1, r, 2000 + r) for r in range(1, 51)]
-    nodes, _ = walker(graph_of(triples), 1, 0.5)._walk(10_000)
-    assert np.mean(nodes[:, 0] == 0) == pytest.approx(0.5, abs=0.03)
+    drawn = ways(graph_of(triples), 0.5).walk(1, 10_000, np.random.default_rng(0))
+    assert np.mean(drawn.entities[:, 0] == 0) == pytest.approx(0.5, abs=0.03)
     # With a cap it comes so often and no more.
     capped = walker(graph_of(triples), 1, 0.5, walks.Caps(source=3))
     drawn = capped.draw(1000)
@@ -505,10 +508,8 @@ def test_walks_go_on_where_they_stopped():
 
 def test_nothing_usable_gives_no_walk():
     graph = graph_of([(1, 1, 2)])
-    nothing = np.zeros(1, bool)
-    one = walks.Walker(
-        graph, nothing, np.ones(2, bool), 2, 0.5, np.random.default_rng(0), walks.Caps()
-    )
+    nowhere = walks.Ways(graph, np.zeros(1, bool), np.ones(2, bool), 0.5)
+    one = walks.Walker(nowhere, 2, np.random.default_rng(0), walks.Caps())
     assert one.exhausted and one.draw(5).relations.shape == (0, 2)
 
 

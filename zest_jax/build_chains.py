@@ -54,6 +54,7 @@ from zest_jax.tasks.walks import (
     Caps,
     Graph,
     Walker,
+    Ways,
     build_graph,
     few_tails,
     held_out,
@@ -254,24 +255,19 @@ def make_walkers(
     world: World, usable: Bools, held_E: Bools, values: flags.FlagValues
 ) -> dict[tuple[str, int], Walker]:
     """A source of walks for each pool and each number of hops."""
-    heads = world.graph.heads()
-    training = usable & ~held_E[heads] & ~held_E[world.graph.tail]
+    graph = world.graph
+    training = usable & ~held_E[graph.heads()] & ~held_E[graph.tail]
+    parts = {"train": (training, ~held_E)}
+    if values.heldout_share:
+        parts[HELDOUT] = (usable, held_E)
     walkers = {}
-    pools = ["train", HELDOUT] if values.heldout_share else ["train"]
-    for number, pool in enumerate(pools):
+    for number, (pool, (triples, start)) in enumerate(parts.items()):
+        ways = Ways(graph, triples, start, values.relation_power)
         for hops in range(1, values.hops + 1):
             rng = np.random.default_rng([values.seed, number, hops])
             # Some of what is drawn fails filter (c), so that the caps of the pool come later.
             caps = Caps(4 * values.max_per_source, 4 * values.max_per_answer)
-            walkers[pool, hops] = Walker(
-                world.graph,
-                training if pool == "train" else usable,
-                ~held_E if pool == "train" else held_E,
-                hops,
-                values.relation_power,
-                rng,
-                caps,
-            )
+            walkers[pool, hops] = Walker(ways, hops, rng, caps)
     return walkers
 
 

@@ -112,7 +112,7 @@ def held_out(entities: Ints, share: float) -> Bools:
 
 
 class Drawn(NamedTuple):
-    """Walks of one length that passed filter (a), all different.
+    """Walks of one length.
 
     Attributes:
       entities: [B, h + 1] int32 rows.
@@ -148,33 +148,17 @@ class Caps:
         return True
 
 
-class Walker:
-    """Draws walks of one length, again and again, never the same one twice.
+class Ways:
+    """The part of a graph that is walked; walks of all lengths share it.
 
     Args:
       graph: the graph.
       usable: [T] bool, triples that may be walked.
       start: [E] bool, entities that may stand first.
-      hops: h.
       power: see the head of this file.
-      rng: the only source of chance.
-      caps: of what is drawn.
-
-    Attributes:
-      counts: what became of the walks: "walks", "dead_end", "cycle", "repeated", "capped", "drawn".
-      exhausted: whether new walks hardly turn up any more.
     """
 
-    def __init__(
-        self,
-        graph: Graph,
-        usable: Bools,
-        start: Bools,
-        hops: int,
-        power: float,
-        rng: np.random.Generator,
-        caps: Caps,
-    ):
+    def __init__(self, graph: Graph, usable: Bools, start: Bools, power: float):
         heads = graph.heads()[usable]
         self._relation, self._tail = graph.relation[usable], graph.tail[usable]
         degree = np.bincount(heads, minlength=len(graph.entities))
@@ -183,21 +167,59 @@ class Walker:
         self._firsts = np.flatnonzero(start[heads])
         self._first_heads = heads[self._firsts]
         self._first_steps = _Weights(self._relation[self._firsts], power)
-        self.hops, self._rng, self._caps = hops, rng, caps
+
+    def __len__(self) -> int:
+        """Triples that may come first."""
+        return len(self._firsts)
+
+    def walk(self, hops: int, size: int, rng: np.random.Generator) -> Drawn:
+        """Draws ``size`` walks and gives those that do not end before their last step."""
+        at = self._first_steps.among_all(size, rng)
+        triple = self._firsts[at]
+        place = self._tail[triple]
+        nodes = [self._first_heads[at], place]
+        kinds = [self._relation[triple]]
+        for _ in range(hops - 1):
+            begin, end = self._offsets[place], self._offsets[place + 1]
+            going = end > begin
+            nodes, kinds = [n[going] for n in nodes], [k[going] for k in kinds]
+            triple = self._steps.between(begin[going], end[going], rng)
+            place = self._tail[triple]
+            nodes.append(place)
+            kinds.append(self._relation[triple])
+        return Drawn(np.stack(nodes, axis=1), np.stack(kinds, axis=1))
+
+
+class Walker:
+    """Draws walks of one length, again and again, never the same one twice.
+
+    Args:
+      ways: what is walked.
+      hops: h.
+      rng: the only source of chance.
+      caps: of what is drawn.
+
+    Attributes:
+      counts: what became of the walks: "walks", "dead_end", "cycle", "repeated", "capped", "drawn".
+      exhausted: whether new walks hardly turn up any more.
+    """
+
+    def __init__(self, ways: Ways, hops: int, rng: np.random.Generator, caps: Caps):
+        self.hops, self._ways, self._rng, self._caps = hops, ways, rng, caps
         self._seen: set[bytes] = set()
         self.counts = dict.fromkeys(
             ("walks", "dead_end", "cycle", "repeated", "capped", "drawn"), 0
         )
-        self.exhausted = not len(self._firsts)
+        self.exhausted = not len(ways)
 
     def draw(self, count: int) -> Drawn:
-        """Up to ``count`` more walks; fewer where the graph hardly has more."""
+        """Up to ``count`` more walks that pass filter (a); fewer where there are hardly more."""
         entities: list[Ints] = []
         relations: list[Ints] = []
         found = idle = 0
         while found < count and not self.exhausted:
             size = min(1 << 16, max(1024, 2 * (count - found)))
-            nodes, kinds = self._walk(size)
+            nodes, kinds = self._ways.walk(self.hops, size, self._rng)
             self.counts["dead_end"] += size - len(nodes)
             fine = acyclic(nodes)
             self.counts["cycle"] += int((~fine).sum())
@@ -232,23 +254,6 @@ class Walker:
                 self._seen.add(key)
                 picked.append(i)
         return picked
-
-    def _walk(self, size: int) -> tuple[Ints, Ints]:
-        """Walks of all steps: fewer than ``size``, since some end before."""
-        at = self._first_steps.among_all(size, self._rng)
-        triple = self._firsts[at]
-        place = self._tail[triple]
-        nodes = [self._first_heads[at], place]
-        kinds = [self._relation[triple]]
-        for _ in range(self.hops - 1):
-            begin, end = self._offsets[place], self._offsets[place + 1]
-            going = end > begin
-            nodes, kinds = [n[going] for n in nodes], [k[going] for k in kinds]
-            triple = self._steps.between(begin[going], end[going], self._rng)
-            place = self._tail[triple]
-            nodes.append(place)
-            kinds.append(self._relation[triple])
-        return np.stack(nodes, axis=1), np.stack(kinds, axis=1)
 
 
 class _Weights:
