@@ -62,7 +62,7 @@ def get_config(arg: str = ""):
         c.proposer.protocol = "dr_zero_proposer"
         c.source.hop_weights = (1, 1, 1)
         if atlas:
-            searching_proposer_on_atlas(c, "document")
+            searching_proposer_on_atlas(c)
             c.proposer.protocol = "plain_document"
     elif not atlas:
         c.source.kind = "chain_pool"

@@ -8,7 +8,7 @@ have not run that scale. `:atlas` takes about five minutes on two CPU cores.
 """
 
 from configs import common
-from configs.scales import SCALES, searching_proposer_on_atlas, set_scale
+from configs.scales import INSTRUCT_SCALES, searching_proposer_on_atlas, set_scale
 from zest_jax.config import parse_arg
 
 
@@ -24,11 +24,11 @@ def get_config(arg: str = ""):
       proposer.gates             the published code asks for s_fmt > 0 alone
 
     Variants:
-      qwen2.5-3b, qwen2.5-7b, …-base, atlas   the scale
+      qwen2.5-3b, qwen2.5-7b, atlas   the scale (tool calls need an instruct model)
       strict   without those flaws: whole words, refused questions are dropped, and a question must
                have been searched for as often as its hops say
     """
-    variant = parse_arg(arg, scale=SCALES, strict=False)
+    variant = parse_arg(arg, scale=INSTRUCT_SCALES, strict=False)
     c = common.get_config()
     set_scale(c, variant.scale)
     set_method(c)
@@ -39,7 +39,7 @@ def get_config(arg: str = ""):
         c.proposer.gates = ("pair", "leakage", "searches", "grounded")
     c.proposer.protocol = "dr_zero_proposer"
     if variant.scale == "atlas":
-        searching_proposer_on_atlas(c, "document")
+        searching_proposer_on_atlas(c)
         c.proposer.protocol = "plain_document"
         c.proposer.seeds_per_step = 32
         c.proposer.slots = 32

@@ -15,6 +15,7 @@ POLICIES = {
     "qwen2.5-7b-base": "Qwen/Qwen2.5-7B",
 }
 SCALES = (*POLICIES, "atlas")
+INSTRUCT_SCALES = tuple(s for s in SCALES if not s.endswith("base"))
 
 
 def set_scale(c: ConfigDict, scale: str) -> None:
@@ -79,18 +80,9 @@ def _atlas(c: ConfigDict) -> None:
     c.reward.without = ("hop",)
 
 
-def searching_proposer_on_atlas(c: ConfigDict, script: str) -> None:
-    """Some imitation first: the shipped policy has never seen a proposer that searches."""
-    c.warm_start.steps = 160
-    c.warm_start.sequences = 48
-    c.warm_start.stop_every = 160
-    c.warm_start.learning_rate = 1e-3
-    c.warm_start.warmup_steps = 10
-    c.warm_start.solver = 0.3
-    c.warm_start.reading = 0.1
-    c.warm_start.proposer = 0.0
-    c.warm_start[script] = 0.6
-    c.warm_start.flawed_proposer = 0.3
+def searching_proposer_on_atlas(c: ConfigDict) -> None:
+    """Sizes of a proposer that searches, and a shipped policy that has seen one."""
+    c.policy.folder = "search_policy"
     c.proposer.prompt_length = 96
     c.proposer.action_length = 64
     c.proposer.searches = 3

@@ -17,7 +17,9 @@ def get_config(arg: str = ""):
       search_warm_start   the same from there for proposers that search: what made search_policy
       control     rewards go to random rollouts of the batch; must not learn (joins with the others)
     """
-    variant = parse_arg(arg, size=("smoke", "gpu", "warm_start", "search_warm_start"), control=False)
+    variant = parse_arg(
+        arg, size=("smoke", "gpu", "warm_start", "search_warm_start"), control=False
+    )
     c = common.get_config()
     c.control.shuffle_rewards = variant.control
     c.schedule.iterations = 2

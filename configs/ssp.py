@@ -32,7 +32,7 @@ def get_config(arg: str = ""):
     variant = parse_arg(arg, scale=SCALES, published=False, intermediate=False)
     c = common.get_config()
     set_scale(c, variant.scale)
-    c.method = "ssp"
+    c.method = "ssp" + "_published" * variant.published + "_intermediate" * variant.intermediate
     c.policy.shared = True
     c.source.kind = "answers"
     c.schedule.kind = "online"
@@ -57,7 +57,7 @@ def get_config(arg: str = ""):
         role.kl_weight = 0.01
         role.clip_high = 0.285
     if variant.scale == "atlas":
-        searching_proposer_on_atlas(c, "backward")
+        searching_proposer_on_atlas(c)
         c.proposer.protocol = "plain_backward"
         c.proposer.seeds_per_step = 16
         c.proposer.slots = 16

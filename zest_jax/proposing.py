@@ -169,6 +169,10 @@ class Proposing:
                 probed_B=probed_B,
                 difficulty_B=difficulty_B,
                 valid_BC=valid_BC,
+                more={
+                    name: np.array([column(p) for p in proposed], np.float32)
+                    for name, column in proposals.COLUMNS.items()
+                },
             ),
             group_B=group_keys(c.proposer.advantage.group, proposed, hops_B),
             reward_order_B=order_B,

@@ -26,6 +26,12 @@ from zest_jax.text import contains_any
 
 Encode = Callable[[Sequence[str]], list[list[int]]]
 
+# Numbers of a proposal that reward terms may look at (`Signals.more`); add your own.
+COLUMNS: dict[str, Callable[[Proposal], float]] = {
+    "question_words": lambda proposal: len((proposal.written.question or "").split()),
+    "searches": lambda proposal: proposal.written.searches,
+}
+
 
 def read_episodes(
     seeds: Sequence[Seed],

@@ -1,0 +1,142 @@
+"""Every method's atlas config takes a step or two and ends with a report."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import tiny_run
+
+from zest_jax import preflight
+from zest_jax.config import load
+from zest_jax.errors import UserError
+from zest_jax.workdir import read_jsonl
+
+pytestmark = pytest.mark.slow
+
+# Sizes of `tiny_config`, so that what it has compiled serves here as well.
+SMALL = (
+    "--config.solver.slots=8",
+    "--config.solver.tasks_per_step=4",
+    "--config.solver.group_size=4",
+    "--config.solver.decay=False",
+    "--config.solver.advantage.singleton=zero",
+    "--config.proposer.decay=False",
+    "--config.proposer.slots=4",
+    "--config.proposer.seeds_per_step=4",
+    "--config.schedule.solver_steps=2",
+    "--config.schedule.tasks=8",
+    "--config.training.rows=4",
+    "--config.evaluation.draws=200",
+    "--config.log.rollouts_every=1",
+)
+ITERATED = ("--config.schedule.proposer_steps=1", "--config.schedule.max_seeds=24")
+PROBED = ("--config.probe.rollouts=4",)
+
+
+def run(place, workdir, config, *more):
+    policy = load(config).policy.folder
+    done = place.run(
+        place.arguments(workdir, f"--config.policy.folder={policy}", *SMALL, *more, config=config)
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    report = json.loads((workdir / "report.json").read_text("utf-8"))
+    assert report["heldout"]["after"]["count"] == tiny_run.HELDOUT and report["retraces"] == 0
+    return report, list(read_jsonl(workdir / "metrics.jsonl"))
+
+
+def of(records, phase):
+    return [r for r in records if r["phase"] == phase]
+
+
+def test_search_r1(place, tmp_path):
+    report, records = run(place, tmp_path / "run", "configs/search_r1.py:atlas,format")
+    assert report["title"] == "search_r1_format on world"
+    steps = of(records, "solver")
+    assert len(steps) == 2 and not of(records, "proposer") and not of(records, "generate")
+    # a well-formed episode earns something though it is wrong
+    assert any(s["solver/reward"] > s["solver/em"] for s in steps)
+    assert all(s["solver/kl_to_reference"] >= 0 for s in steps if "solver/loss" in s)
+
+
+def test_dr_zero(place, tmp_path):
+    _, records = run(
+        place, tmp_path / "run", "configs/dr_zero.py:atlas", *ITERATED, *PROBED,
+        "--config.generation.samples=2",
+    )  # fmt: skip
+    (step,) = of(records, "proposer")
+    assert step["proposer/searches"] > 0 and "proposer/difficulty" in step
+    assert step["proposer/term_difficulty"] >= 0 and step["proposer/format"] > 0
+    (made,) = of(records, "generate")
+    assert made["generate/tasks"] >= 4
+    task = json.loads((tmp_path / "run" / "tasks" / "iteration_0.jsonl").read_text().split("\n")[0])
+    assert task["probe"] == "anchor" and task["source_id"] and task["iteration"] == 0
+
+
+def test_ssp(place, tmp_path):
+    _, records = run(place, tmp_path / "run", "configs/ssp.py:atlas")
+    steps = of(records, "online")
+    assert len(steps) == 2 and not of(records, "proposer")
+    for step in steps:
+        refused = sum(v for k, v in step.items() if k.startswith("proposer/refused_"))
+        assert refused + step["proposer/valid"] == pytest.approx(1)
+        if "proposer/kl_to_reference" in step:
+            assert step["proposer/kl_to_reference"] >= 0
+
+
+def test_the_worked_example_of_the_docs(place, tmp_path, monkeypatch):
+    """docs/extending.md, run as it stands: parts of one's own over Dr. Free."""
+    text = (tiny_run.ROOT / "docs" / "extending.md").read_text("utf-8")
+    blocks = dict(re.findall(r"```python (\w+\.py)\n(.*?)```", text, re.DOTALL))
+    assert blocks.keys() == {"my_parts.py", "my_method.py"}
+    for name, block in blocks.items():
+        (tmp_path / name).write_text(block)
+    monkeypatch.setenv("PYTHONPATH", f"{tiny_run.ROOT}:{tmp_path}")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    _, records = run(place, tmp_path / "run", str(tmp_path / "my_method.py"), *ITERATED)
+    (step,) = of(records, "proposer")
+    assert step["proposer/term_brevity"] >= 0 and "proposer/term_information_gain" in step
+    for solved in of(records, "solver"):
+        assert solved["solver/reward"] <= solved["solver/em"]
+
+
+SCALES = ("qwen2.5-3b", "qwen2.5-7b-base", "atlas")
+VARIANTS = {
+    "search_r1": ("", "format"),
+    "dr_zero": ("", "strict"),
+    "ssp": ("", "published", "intermediate"),
+    "dr_free": ("", "difficulty", "both", "no_opt", "no_kg", "both,no_kg", "without=closed_book"),
+}
+
+
+@pytest.mark.parametrize("method", VARIANTS)
+def test_every_variant_names_parts_that_there_are(method):
+    seen = set()
+    for scale in SCALES:
+        for variant in VARIANTS[method]:
+            if scale.endswith("base") and (method == "dr_zero" or "no_kg" in variant):
+                continue
+            c = load(f"configs/{method}.py:{','.join(filter(None, (scale, variant)))}")
+            preflight.check_fields(c)
+            seen.add(c.method)
+    assert len(seen) == len(VARIANTS[method])
+
+
+def test_a_base_model_has_no_turns_for_tool_calls():
+    c = load("configs/dr_free.py:qwen2.5-3b-base,no_kg")
+    with pytest.raises(UserError, match=r"turns of a chat; set policy.chat=True"):
+        preflight.check_fields(c)
+
+
+def test_the_ablations_of_dr_free():
+    c = load("configs/dr_free.py:without=source")
+    assert c.reward.without == ("source",) and c.source.kind == "chain_pool"
+    assert load("configs/dr_free.py:without=closed_book").reward.without == ("none",)
+    weights = load("configs/dr_free.py:difficulty").reward.weights
+    assert (weights.information_gain, weights.difficulty) == (0.0, 1.0)
+    both = load("configs/dr_free.py:both").reward.weights
+    assert (both.information_gain, both.difficulty) == (1.0, 1.0)
+    assert load("configs/dr_free.py:no_opt").proposer.frozen
+    no_kg = load("configs/dr_free.py:no_kg")
+    assert no_kg.source.kind == "documents" and no_kg.reward.weights.information_gain == 1.0
+    assert Path(no_kg.policy.folder).name == "Qwen2.5-3B-Instruct"
