@@ -66,7 +66,7 @@ class Grounding:
         self._mention: dict[tuple[int, int], Passage | None] = {}
         self._aliases: dict[int, tuple[str, ...]] = {}
         self._misaligned: set[int] = set()
-        self._compared: set[int] = set()
+        self._compared: dict[int, int] = {}  # rows by number
 
     def collect(self, source: PassageSource, walks: Iterable[Drawn], tell: Tell) -> None:
         """Reads the passages that walks need; those of earlier calls are not read again.
@@ -132,19 +132,20 @@ class Grounding:
     def undescribed(self, walks: Iterable[Drawn]) -> Ints:
         """Ascending numbers of the walks' entities that were not compared yet."""
         rows = {row for drawn in walks for row in np.unique(drawn.entities).tolist()}
-        new = sorted(rows - self._compared)
-        self._compared.update(new)
-        return self._graph.entities[new]
+        new = sorted(rows.difference(self._compared.values()))
+        numbers = self._graph.entities[new]
+        self._compared.update(zip(numbers.tolist(), new, strict=True))
+        return numbers
 
     def compare(self, described: Iterable[tuple[int, str]], share: float) -> None:
         """Compares descriptions with the beginnings of articles.
 
         Args:
-          described: numbers and descriptions of entities.
+          described: numbers, as `undescribed` gave them, and descriptions.
           share: the share of a description's first words that the passage must hold.
         """
         for number, text in described:
-            row = int(np.searchsorted(self._graph.entities, number))
+            row = self._compared[number]
             words = set(normalize_answer(text).split()[:_DESCRIBED])
             article = self._first[row]
             there = set(normalize_answer(f"{article.title} {article.text}").split())
