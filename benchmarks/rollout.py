@@ -74,7 +74,7 @@ def ours(case: dict[str, Any]) -> dict[str, Any]:
     table = jax.tree.map(
         jnp.asarray, build_stop_table(tokens, PLAIN_SEARCH.opening, PLAIN_SEARCH.closing)
     )
-    retriever = _retriever(config.vocab_size, case) if searching else None
+    retriever = random_retriever(config.vocab_size, case) if searching else None
     N = case["episodes"]
     rng = np.random.default_rng(0)
     prompt_NP = jnp.asarray(rng.integers(0, config.vocab_size, (N, case["prompt"])), jnp.int32)
@@ -209,7 +209,7 @@ def _draws(kind: Any) -> Any:
     return kind(jax.random.key(0), jnp.float32(1.0))
 
 
-def _retriever(vocab_size: int, case: dict[str, Any]) -> Any:
+def random_retriever(vocab_size: int, case: dict[str, Any]) -> Any:
     """A random index of the asked size: no corpus is needed to time a search."""
     import jax
     import jax.numpy as jnp
