@@ -1,8 +1,10 @@
 """Wikidata5M's files, a corpus, and the chains between: a world small enough to list by hand."""
 
+import contextlib
 import gzip
 import io
 import json
+import re
 import tarfile
 
 import numpy as np
@@ -278,6 +280,32 @@ def test_a_broken_triple_is_left_out_and_named(tmp_path, line):
     assert tally.malformed == 1 and str(tally.named[0]).startswith("triples.txt, line 3: not 'Q")
     with pytest.raises(UserError, match=r"1 of 3 lines .* not a triple.* line 3"):
         wikidata.read_triples([path])
+
+
+def test_spoiled_files_are_read_as_line_by_line(tmp_path):
+    """One byte of a file is changed; what is read is what a plain loop over its lines reads."""
+    rng = np.random.default_rng(1)
+    alphabet = b"0123456789QP\t\n x\xc3"
+    for _ in range(300):
+        ids = rng.integers(1, 3000, (4, 3)).tolist()
+        data = bytearray("".join(f"Q{h}\tP{r}\tQ{t}\n" for h, r, t in ids).encode())
+        data[rng.integers(len(data))] = alphabet[rng.integers(len(alphabet))]
+        lines = bytes(data).split(b"\n")
+        pattern = re.compile(rb"Q([1-9][0-9]{0,8})\tP([1-9][0-9]{0,8})\tQ([1-9][0-9]{0,8})")
+        wanted = [[int(x) for x in m.groups()] for m in map(pattern.fullmatch, lines) if m]
+        (tmp_path / "t").write_bytes(data)
+        triples, tally = wikidata.read_triples([tmp_path / "t"], LOOSE)
+        assert triples.T.tolist() == wanted
+        assert tally.lines + tally.malformed == sum(bool(line.strip()) for line in lines)
+
+        named = re.compile(rb"Q([1-9][0-9]{0,8})\t(.+)")
+        wanted_names = {}
+        for match in filter(None, map(named.fullmatch, lines)):
+            with contextlib.suppress(UnicodeDecodeError):
+                wanted_names.setdefault(int(match[1]), match[2].decode())
+        table, _ = wikidata.read_names(tmp_path / "t", "Q", LOOSE)
+        found = {n: table.raw(row).decode() for row, n in enumerate(table.numbers.tolist())}
+        assert found == wanted_names
 
 
 def test_blocks_join_to_the_file(tmp_path, monkeypatch):

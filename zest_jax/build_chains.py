@@ -374,6 +374,7 @@ def build(values: flags.FlagValues, folder: Path, progress: Progress) -> None:
     if _is_complete(folder, {"settings": settings, "inputs": inputs}):
         progress.say(f"{folder} is complete already.")
         return
+    (folder / HELDOUT / MANIFEST).unlink(missing_ok=True)  # of a build that did not end
     funnel = Funnel()
     world = read_world(values, files, source, funnel, progress)
     usable = usable_triples(world, values, funnel)
