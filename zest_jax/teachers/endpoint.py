@@ -354,7 +354,8 @@ def read_completion(content: bytes) -> Reply:
     message = choices[0].get("message")
     if not isinstance(message, dict):
         raise ValueError("the answer has no 'message'")
-    text = _text(message.get("content"))
+    # Half of a surrogate pair is a legal escape and no text.
+    text = _text(message.get("content")).encode("utf-8", "replace").decode()
     if not text.strip():
         return failed(Failure.EMPTY, "the answer has no text")
     finish = choices[0].get("finish_reason")
