@@ -14,7 +14,7 @@ from zest_jax import build_chains
 from zest_jax.errors import UserError
 from zest_jax.retrieval.corpora import Limits, open_corpus
 from zest_jax.retrieval.passages import write_passages
-from zest_jax.tasks import alignment, walks, wikidata
+from zest_jax.tasks import alignment, names, walks, wikidata
 from zest_jax.tasks.chain_pool import ChainPool
 
 LOOSE = Limits(count=100, share=1.0)
@@ -319,10 +319,10 @@ def test_blocks_join_to_the_file(tmp_path, monkeypatch):
     assert np.array_equal(triples, given) and triples.dtype == np.int32
     assert tally.named[0].line == 151
     assert told[-1] == (tmp_path / "t.txt").stat().st_size
-    names = {i: [f"名 {i}", "x" * (i % 90 + 1)] for i in range(1, 80)}
-    (tmp_path / "n.txt").write_text(rows("Q", names), "utf-8")
+    given = {i: [f"名 {i}", "x" * (i % 90 + 1)] for i in range(1, 80)}
+    (tmp_path / "n.txt").write_text(rows("Q", given), "utf-8")
     table, _ = wikidata.read_names(tmp_path / "n.txt", "Q")
-    assert [table.names(row) for row in range(79)] == [tuple(n) for n in names.values()]
+    assert [table.names(row) for row in range(79)] == [tuple(n) for n in given.values()]
 
 
 def test_unreadable_files_are_told(tmp_path):
@@ -376,16 +376,16 @@ def test_descriptions_are_streamed(tmp_path):
     ],
 )  # fmt: skip
 def test_names_are_compared_without_case_accents_and_punctuation(name, key):
-    assert alignment.name_key(name) == key
-    assert alignment.row_keys(f"{name}\tx".encode()) == [key.encode(), b"x"]
+    assert names.name_key(name) == key
+    assert names.row_keys(f"{name}\tx".encode()) == [key.encode(), b"x"]
 
 
 def test_vowel_signs_are_letters_and_ascii_is_read_alike():
-    assert alignment.name_key("दिल्ली") != alignment.name_key("दल ल") and alignment.name_key("दिल्ली")
+    assert names.name_key("दिल्ली") != names.name_key("दल ल") and names.name_key("दिल्ली")
     rng = np.random.default_rng(0)
     for codes in rng.integers(32, 127, (500, 12)).tolist():
         name = "".join(map(chr, codes))
-        assert alignment.row_keys(name.encode()) == [alignment.name_key(name).encode()]
+        assert names.row_keys(name.encode()) == [names.name_key(name).encode()]
 
 
 @pytest.mark.parametrize(
@@ -397,37 +397,37 @@ def test_vowel_signs_are_letters_and_ascii_is_read_alike():
     ],
 )  # fmt: skip
 def test_dates_numbers_and_short_names_are_no_answers(name, allowed):
-    assert alignment.SurfaceRules().allow(name) == bool(allowed)
+    assert names.SurfaceRules().allow(name) == bool(allowed)
 
 
 def test_mentions_are_whole_words_where_words_have_spaces():
-    assert alignment.mentions("On the Seine, in Paris.", ["X", "paris"])
-    assert not alignment.mentions("Parisians", ["Paris"])
-    assert not alignment.mentions("Москвабад", ["Москва"])
-    assert alignment.mentions("Столица — Москва.", ["Москва"])
-    assert alignment.mentions("首都は東京である", ["東京"])
-    assert alignment.mentions("กรุงเทพมหานครเป็นเมืองหลวง", ["กรุงเทพ"])
-    assert not alignment.mentions("anything", ["", "!"])
+    assert names.mentions("On the Seine, in Paris.", ["X", "paris"])
+    assert not names.mentions("Parisians", ["Paris"])
+    assert not names.mentions("Москвабад", ["Москва"])
+    assert names.mentions("Столица — Москва.", ["Москва"])
+    assert names.mentions("首都は東京である", ["東京"])
+    assert names.mentions("กรุงเทพมหานครเป็นเมืองหลวง", ["กรุงเทพ"])
+    assert not names.mentions("anything", ["", "!"])
 
 
-def table_of(tmp_path, names):
-    (tmp_path / "names.txt").write_text(rows("Q", names), "utf-8")
+def table_of(tmp_path, given):
+    (tmp_path / "names.txt").write_text(rows("Q", given), "utf-8")
     return wikidata.read_names(tmp_path / "names.txt", "Q")[0]
 
 
-def aligned(tmp_path, names, entities, titles):
-    table = table_of(tmp_path, names)
-    index = alignment.index_names(table, np.array(entities, np.int32))
+def aligned(tmp_path, given, entities, titles):
+    table = table_of(tmp_path, given)
+    index = names.index_names(table, np.array(entities, np.int32))
     corpus = open_corpus(write_corpus(tmp_path / "c.jsonl", [(title, "x") for title in titles]))
     source = alignment.CorpusFile(corpus)
-    rules = alignment.SurfaceRules()
+    rules = names.SurfaceRules()
     return table, index, alignment.align(source, index, len(entities), rules, lambda _: None)
 
 
 def test_a_name_of_two_entities_is_dropped(tmp_path):
-    names = {1: ["Rome", "Eternal City"], 2: ["ROME", "Rome, Georgia"], 5: ["Oslo"], 9: ["Rome"]}
+    given = {1: ["Rome", "Eternal City"], 2: ["ROME", "Rome, Georgia"], 5: ["Oslo"], 9: ["Rome"]}
     table, index, found = aligned(
-        tmp_path, names, [1, 2, 5], ["Rome", "Rome, Georgia", "Oslo", "Eternal City", "Oslo"]
+        tmp_path, given, [1, 2, 5], ["Rome", "Rome, Georgia", "Oslo", "Eternal City", "Oslo"]
     )
     assert index.names == 4 and index.shared == 1
     assert [index.own(table, row) for row in range(4)] == [
@@ -443,9 +443,9 @@ def test_owners_outside_the_graph_count_but_get_no_passage(tmp_path):
 
 
 def test_the_first_name_counts_and_titles_in_two_spellings_do_not(tmp_path):
-    names = {1: ["None", "Second", "Third"], 2: ["Aids"], 3: ["Émile"], 4: ["100"]}
+    given = {1: ["None", "Second", "Third"], 2: ["Aids"], 3: ["Émile"], 4: ["100"]}
     titles = ["Third", "Second", "AIDS", "Aids", "Emile", "100", "Second"]
-    _, _, found = aligned(tmp_path, names, [1, 2, 3, 4], titles)
+    _, _, found = aligned(tmp_path, given, [1, 2, 3, 4], titles)
     assert [found.passages_of(e).tolist() for e in range(4)] == [[1, 6], [], [4], [5]]
     assert found.poor.tolist() == [False, False, False, True]
     assert found.counts["titles_written_differently"] == 1

@@ -37,18 +37,10 @@ from zest_jax.progress import Progress
 from zest_jax.retrieval.corpora import FORMATS, Limits, open_corpus
 from zest_jax.retrieval.storage import held, read_json, write_json
 from zest_jax.tasks import wikidata
-from zest_jax.tasks.alignment import (
-    Alignment,
-    CorpusFile,
-    NameIndex,
-    PassageSource,
-    PassageStore,
-    SurfaceRules,
-    align,
-    index_names,
-)
+from zest_jax.tasks.alignment import Alignment, CorpusFile, PassageSource, PassageStore, align
 from zest_jax.tasks.chain_pool import MANIFEST, ChainRecord, write_pool
 from zest_jax.tasks.grounding import Grounding
+from zest_jax.tasks.names import NameIndex, SurfaceRules, index_names
 from zest_jax.tasks.walks import (
     Bools,
     Caps,

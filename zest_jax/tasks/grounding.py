@@ -16,16 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zest_jax.retrieval.interface import Passage as Found
-from zest_jax.tasks.alignment import (
-    Alignment,
-    NameIndex,
-    PassageSource,
-    SurfaceRules,
-    Tell,
-    mentions,
-    name_key,
-)
+from zest_jax.tasks.alignment import Alignment, PassageSource
 from zest_jax.tasks.chain_pool import ChainRecord, EntityRecord, RelationRecord
+from zest_jax.tasks.names import NameIndex, SurfaceRules, Tell, mentions, name_key
 from zest_jax.tasks.types import Passage
 from zest_jax.tasks.walks import Drawn, Graph
 from zest_jax.tasks.wikidata import Ints, NameTable
