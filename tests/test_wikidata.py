@@ -101,6 +101,12 @@ def world(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def index(world):
+    """An index of the corpus, as far as its passages go."""
+    return write_passages(open_corpus(world / "wiki-18.jsonl"), world / "index" / "passages")
+
+
 def build(world, pool, *arguments, corpus="wiki-18.jsonl"):
     return build_chains.entry(
         ["build_chains", f"--wikidata={world}", f"--corpus={world / corpus}", f"--pool={pool}",
@@ -168,6 +174,34 @@ def test_too_few_chains_are_told(world, tmp_path, capsys):
     assert not (tmp_path / "pool" / "pool.json").exists()
 
 
+@pytest.mark.parametrize("corpus", ["wiki-18.jsonl", "index"])
+def test_a_build_goes_on_after_the_titles(world, built, index, tmp_path, capsys, corpus):
+    pool = tmp_path / "pool"
+    assert build(world, pool, corpus=corpus) == 2  # too many are asked for
+    capsys.readouterr()
+    assert build(world, pool, "--allow_fewer", corpus=corpus) == 0
+    assert "the titles were read before" in capsys.readouterr().err
+    names = {path.name for path in pool.iterdir()}
+    assert names == {path.name for path in built.iterdir()}
+    assert (pool / "chains.jsonl").read_bytes() == (built / "chains.jsonl").read_bytes()
+    assert (pool / "funnel.json").read_bytes() == (built / "funnel.json").read_bytes()
+    one, other = ChainPool.open(pool).corpus, ChainPool.open(built).corpus
+    assert one["fingerprint"] == other["fingerprint"]
+
+
+@pytest.mark.parametrize("spoil", ["other rules", "damage"])
+def test_titles_of_something_else_are_read_anew(world, built, tmp_path, capsys, spoil):
+    pool = tmp_path / "pool"
+    assert build(world, pool, *(["--shortest_name=2"] if spoil == "other rules" else [])) == 2
+    if spoil == "damage":
+        kept = pool / "alignment.npz"
+        kept.write_bytes(kept.read_bytes()[:-30])
+    capsys.readouterr()
+    assert build(world, pool, "--allow_fewer") == 0
+    assert "reading titles" in capsys.readouterr().err
+    assert (pool / "chains.jsonl").read_bytes() == (built / "chains.jsonl").read_bytes()
+
+
 def test_a_corpus_without_chains_is_told(world, tmp_path, capsys):
     write_corpus(world / "bare.jsonl", [("France", "Nothing."), ("Paris", "Nothing.")])
     assert build(world, tmp_path / "pool", "--allow_fewer", corpus="bare.jsonl") == 2
@@ -187,8 +221,7 @@ def test_a_seed_gives_a_pool_and_a_complete_one_is_left(world, built, tmp_path, 
     assert [ChainPool.open(tmp_path / "other").count(h) for h in (1, 2, 3)] == [1, 1, 1]
 
 
-def test_an_index_gives_the_same_pool(world, built, tmp_path):
-    write_passages(open_corpus(world / "wiki-18.jsonl"), world / "index" / "passages")
+def test_an_index_gives_the_same_pool(world, built, index, tmp_path):
     assert build(world, tmp_path / "pool", "--allow_fewer", corpus="index") == 0
     pool, other = ChainPool.open(tmp_path / "pool"), ChainPool.open(built)
     assert (pool.folder / "chains.jsonl").read_bytes() == (built / "chains.jsonl").read_bytes()

@@ -35,7 +35,7 @@ from zest_jax import cli
 from zest_jax.errors import UserError
 from zest_jax.progress import Progress
 from zest_jax.retrieval.corpora import FORMATS, Limits, open_corpus
-from zest_jax.retrieval.storage import held, read_json, write_json
+from zest_jax.retrieval.storage import held, read_json, sweep, write_json
 from zest_jax.tasks import wikidata
 from zest_jax.tasks.alignment import Alignment, CorpusFile, PassageSource, PassageStore, align
 from zest_jax.tasks.chain_pool import MANIFEST, ChainRecord, write_pool
@@ -55,6 +55,7 @@ from zest_jax.tasks.wikidata import NameTable, Tally
 
 FUNNEL = "funnel.json"
 HELDOUT = "heldout"
+UNFINISHED = "alignment.npz"  # until the pool is complete
 _MEGABYTE = 1_000_000
 _ROUNDS = 8  # readings of the corpus for more walks
 _FIRST_RATE = 0.4  # share of walks that are taken to pass filter (c) before any was seen
@@ -174,11 +175,17 @@ def open_source(values: flags.FlagValues, limits: Limits) -> PassageSource:
 def read_world(
     values: flags.FlagValues,
     files: dict[str, list[Path]],
+    inputs: dict[str, list[dict[str, Any]]],
     source: PassageSource,
+    folder: Path,
     funnel: Funnel,
     progress: Progress,
 ) -> World:
-    """Reads everything but descriptions and the texts of passages."""
+    """Reads everything but descriptions and the texts of passages.
+
+    What the titles of the corpus gave is kept in the folder until the pool is complete, so that a
+    build that was killed, or asked for too many chains, does not read them again.
+    """
     limits = Limits(values.max_malformed, values.max_malformed_share)
     with _megabytes(progress, "reading triples", files["triples"]) as tell:
         triples, tally = wikidata.read_triples(files["triples"], limits, tell)
@@ -204,8 +211,15 @@ def read_world(
     funnel.add("names", "that several entities bear", len(index.keys), index.shared)
 
     rules = SurfaceRules(values.shortest_name, values.numbers)
-    with progress.phase(f"reading titles ({source.unit})", source.size) as bar:
-        alignment = align(source, index, len(graph.entities), rules, _teller(bar))
+    key = {"inputs": inputs, "rules": rules._asdict(), "limits": dataclasses.asdict(limits)}
+    kept = folder / UNFINISHED
+    alignment = Alignment.load(kept, key, source)
+    if alignment is not None:
+        progress.say("the titles were read before; going on from there")
+    else:
+        with progress.phase(f"reading titles ({source.unit})", source.size) as bar:
+            alignment = align(source, index, len(graph.entities), rules, _teller(bar))
+        alignment.save(kept, key, source)
     counts = alignment.counts
     funnel.add("passages", "of the corpus", counts["passages"])
     funnel.add("passages", "whose title is no name of one entity", counts["titled"])
@@ -366,9 +380,10 @@ def build(values: flags.FlagValues, folder: Path, progress: Progress) -> None:
     if _is_complete(folder, {"settings": settings, "inputs": inputs}):
         progress.say(f"{folder} is complete already.")
         return
+    sweep(folder, UNFINISHED)
     (folder / HELDOUT / MANIFEST).unlink(missing_ok=True)  # of a build that did not end
     funnel = Funnel()
-    world = read_world(values, files, source, funnel, progress)
+    world = read_world(values, files, inputs, source, folder, funnel, progress)
     usable = usable_triples(world, values, funnel)
     held_E = held_out(world.graph.entities, values.heldout_share)
     walkers = make_walkers(world, usable, held_E, values)
@@ -423,6 +438,7 @@ def build(values: flags.FlagValues, folder: Path, progress: Progress) -> None:
             manifest = write_pool(place, records(), {"split": pool, **about})
             told = ", ".join(f"{count:,} of {h} hop(s)" for h, count in manifest["counts"].items())
             progress.say(f"{place}: {manifest['chains']:,} chains, {told}.")
+    (folder / UNFINISHED).unlink(missing_ok=True)
     progress.say(f"peak memory of this process: {_peak_gib():.2f} GiB")
 
 

@@ -10,7 +10,10 @@ Letters: E entities of the graph, N passages, W titles that are names.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import json
+import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from zest_jax.files import writing
 from zest_jax.retrieval.corpora import Corpus, Position
 from zest_jax.retrieval.interface import Passage
 from zest_jax.retrieval.passages import PassageTexts
@@ -66,38 +70,52 @@ class PassageSource(Protocol):
         ...
 
     def about(self) -> dict[str, Any]:
-        """Name, format, passages and fingerprint; to be called after `titles`."""
+        """Name, format, passages and fingerprint; to be called after `titles` or `restore`."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """What `titles` found out, as JSON."""
+        ...
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Takes the place of `titles`."""
         ...
 
 
 class CorpusFile:
-    """A corpus as `open_corpus` reads it; every reading goes through all of it."""
+    """A corpus as `open_corpus` reads it; every reading goes through all of it.
+
+    Attributes:
+      malformed: the first malformed lines.
+    """
 
     def __init__(self, corpus: Corpus):
         self._corpus = corpus
         self.size, self.unit = -(-corpus.total_bytes // _MEGABYTE), "MB"
-        self._starts: list[tuple[int, Position]] = []
-        self._fingerprint = _Fingerprint()
+        self._starts: list[Position] = []  # of the batches
+        self._passages, self._fingerprint = 0, ""
         self.malformed: list[str] = []
 
     def titles(self, tell: Tell) -> Iterator[list[str]]:
-        self._starts, self._fingerprint = [], _Fingerprint()
+        self._starts = []
+        fingerprint = _Fingerprint()
         start = Position()
         for batch in self._corpus.batches():
-            self._starts.append((start.passages, start))
+            self._starts.append(start)
             start = batch.end
-            self._fingerprint.add(batch.passages)
+            fingerprint.add(batch.passages)
             done = batch.bytes_done
             tell(self.size if done == self._corpus.total_bytes else done // _MEGABYTE)
             yield [passage.title for passage in batch.passages]
+        self._passages, self._fingerprint = start.passages, fingerprint.value()
         self.malformed = [str(entry) for entry in self._corpus.malformed]
 
     def read(self, rows: NDArray[np.int64], tell: Tell) -> Iterator[tuple[int, Passage]]:
         if not len(rows):
             return
         # Nothing needs to be read before the batch of the first row.
-        firsts = np.array([first for first, _ in self._starts])
-        start = self._starts[int(np.searchsorted(firsts, rows[0], "right")) - 1][1]
+        firsts = np.array([start.passages for start in self._starts])
+        start = self._starts[int(np.searchsorted(firsts, rows[0], "right")) - 1]
         at = 0
         for batch in self._corpus.batches(start):
             first = batch.end.passages - len(batch.passages)
@@ -116,9 +134,19 @@ class CorpusFile:
         return {
             "name": self._corpus.name,
             "format": self._corpus.format,
-            "passages": self._fingerprint.passages,
-            "fingerprint": self._fingerprint.value(),
+            "passages": self._passages,
+            "fingerprint": self._fingerprint,
         }
+
+    def state(self) -> dict[str, Any]:
+        starts = [dataclasses.astuple(start) for start in self._starts]
+        return {"about": self.about(), "starts": starts, "malformed": self.malformed}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self._passages = state["about"]["passages"]
+        self._fingerprint = state["about"]["fingerprint"]
+        self._starts = [Position(*start) for start in state["starts"]]
+        self.malformed = state["malformed"]
 
 
 class PassageStore:
@@ -157,6 +185,12 @@ class PassageStore:
             "passages": len(self._texts),
             "fingerprint": self._texts.fingerprint,
         }
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        pass
 
 
 class _Fingerprint:
@@ -216,6 +250,30 @@ class Alignment:
     def passages_of(self, entity: int) -> Ints:
         """The rows of an entity's passages."""
         return self.rows[self.offsets[entity] : self.offsets[entity + 1]]
+
+    def save(self, path: Path, key: dict[str, Any], source: PassageSource) -> None:
+        """Writes what reading all titles of ``source`` gave; ``key`` tells from which inputs."""
+        note = json.dumps({"key": key, "counts": self.counts, "source": source.state()})
+        with writing(path) as file:
+            np.savez(
+                file, note=np.array(note), offsets=self.offsets, rows=self.rows, poor=self.poor
+            )
+
+    @classmethod
+    def load(cls, path: Path, key: dict[str, Any], source: PassageSource) -> Alignment | None:
+        """What `save` wrote of the same inputs; None where there is nothing, or of others."""
+        try:
+            with open(path, "rb") as file, np.load(file, allow_pickle=False) as stored:
+                note = json.loads(str(stored["note"]))
+                if note["key"] != json.loads(json.dumps(key)):
+                    return None
+                loaded = cls(stored["offsets"], stored["rows"], stored["poor"], note["counts"])
+        except FileNotFoundError:
+            return None
+        except (ValueError, KeyError, OSError, zipfile.BadZipFile):  # damaged: read anew
+            return None
+        source.restore(note["source"])
+        return loaded
 
 
 def align(
