@@ -78,6 +78,17 @@ CHARTS = (
         "only mixed groups teach the solver",
     ),
     Chart("Proposer reward by hop", ("proposer/reward_hop*",)),
+    Chart("Parts of the proposer's reward", ("proposer/term_format", "proposer/term_*")),
+    Chart(
+        "Difficulty reward by hop",
+        ("proposer/difficulty", "proposer/difficulty_hop*"),
+        "the curve at the solver's success, of the proposals that it was asked",
+    ),
+    Chart(
+        "Why proposals were refused", ("proposer/refused_*",), "share of the batch, first refusal"
+    ),
+    Chart("Leakage", ("proposer/leakage", "generate/leakage"), "the answer stands in the question"),
+    Chart("Proposer's searches", ("proposer/searches", "proposer/searches_hop*")),
     Chart(
         "Information gain by hop",
         ("proposer/gain_hop*",),
@@ -92,7 +103,12 @@ CHARTS = (
     ),
     Chart(
         "Zero-search rate",
-        ("solver/zero_search", "solver/zero_search_hop*", "eval/zero_search"),
+        (
+            "solver/zero_search",
+            "solver/zero_search_hop*",
+            "proposer/zero_search",
+            "eval/zero_search",
+        ),
         "answers without looking anything up",
     ),
     Chart(
@@ -105,6 +121,7 @@ CHARTS = (
     Chart("Loss", ("solver/loss", "proposer/loss")),
     Chart("Gradient norm", ("solver/grad_norm", "proposer/grad_norm")),
     Chart("KL to the sampling policy", ("solver/kl", "proposer/kl")),
+    Chart("KL to the reference", ("solver/kl_to_reference", "proposer/kl_to_reference")),
     Chart("Entropy", ("solver/entropy", "proposer/entropy"), "nats per token"),
     Chart("Out of room", ("solver/hit_limit", "proposer/hit_limit"), "cut off by a length limit"),
 )
