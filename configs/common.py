@@ -91,7 +91,7 @@ def get_config() -> ConfigDict:
     c.solver.searches = 3  # searches an episode may have
     c.solver.slots = 128  # episodes sampled at once
     c.solver.wait_fraction = 1.0  # share of the slots that must wait before decoding stops for them
-    c.solver.reward = "exact_match"  # exact_match, f1, search_r1_format, tool_aware or waypoint
+    c.solver.reward = "exact_match"  # exact_match, strict_exact_match, f1, search_r1_format, …
     c.solver.tasks_per_step = 16  # questions of a step
     c.solver.group_size = 8  # rollouts per question
     c.solver.temperature = 1.0  # of sampling in training
@@ -149,7 +149,7 @@ def get_config() -> ConfigDict:
     c.gates.least_queries = 2  # distinct_queries: searches that a proposal must have made
     c.gates.rag_noise = 4  # rag: passages of other proposals among the evidence
     c.gates.rag_fail_open = False  # rag: a reader without an answer lets pass (published SSP code)
-    c.gates.reading_length = 512  # rag, closed_book: tokens of question and passages
+    c.gates.reading_length = 512  # rag, closed_book, teacher.kind=reader: tokens that are read
     c.gates.substring_match = False  # dr_zero format: "in" stands in "Berlin" (published code)
 
     c.probe = ConfigDict()  # solver rollouts that tell how hard a question is
@@ -167,6 +167,27 @@ def get_config() -> ConfigDict:
     c.reward.tau = 3.0  # bound of the information gain, in nats
     c.reward.squash = "a"  # a: tau tanh(gain / tau); b: tau tanh(gain)
     c.reward.without = ()  # shortcuts left out (ablation): none, source, one_shot, hop
+
+    c.fallback = ConfigDict()  # EviBack: a teacher pays groups in which nobody is right
+    c.fallback.enabled = False  # ask it
+    c.fallback.beta = 0.1  # for evidence that supports an answer
+    c.fallback.gamma = 0.1  # for the teacher's answer from it, times its F1
+    c.fallback.lam = 0.1  # factor of such a group's advantages, after their normalisation
+
+    c.teacher = ConfigDict()  # who is asked
+    c.teacher.kind = "endpoint"  # endpoint (OpenAI-compatible), local (a policy), recorded, reader
+    c.teacher.where = ""  # the endpoint's URL, the policy's folder, or the file of recorded answers
+    c.teacher.model = ""  # endpoint: the model's name
+    c.teacher.key_variable = "ZEST_TEACHER_API_KEY"  # endpoint: environment variable of the key
+    c.teacher.prompts = ""  # a frozen prompt file; "" has the prompts of this package
+    c.teacher.documents = 5  # passages shown of each search
+    c.teacher.max_tokens = 512  # of an answer
+    c.teacher.connections = 8  # endpoint: requests under way at once
+    c.teacher.answer_s = 180.0  # endpoint: seconds to wait for an answer
+    c.teacher.retries = 4  # endpoint: attempts after the first
+    c.teacher.most_requests = 0  # endpoint: spending limit of the run; 0 for none
+    c.teacher.most_tokens = 0  # endpoint: spending limit of the run; 0 for none
+    c.teacher.most_unanswered = 1.0  # the run stops where a larger share stays unanswered
 
     c.schedule = ConfigDict()
     c.schedule.kind = "iterated"  # iterated, online (both roles a step) or labelled

@@ -2,14 +2,18 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tiny_run
 
 from zest_jax import preflight
 from zest_jax.config import load
 from zest_jax.errors import UserError
+from zest_jax.tasks.atlas import load_atlas
+from zest_jax.tasks.chain_pool import ChainRecord, EntityRecord, RelationRecord, write_pool
 from zest_jax.workdir import read_jsonl
 
 pytestmark = pytest.mark.slow
@@ -59,6 +63,17 @@ def test_search_r1(place, tmp_path):
     assert all(s["solver/kl_to_reference"] >= 0 for s in steps if "solver/loss" in s)
 
 
+def test_eviback(place, tmp_path):
+    _, records = run(place, tmp_path / "run", "configs/eviback.py:atlas")
+    steps = of(records, "solver")
+    assert len(steps) == 2
+    zero = [s["solver/groups_all_wrong"] for s in steps]
+    assert [s["teacher/all_zero_groups"] for s in steps] == zero and max(zero) > 0
+    verdicts = list(read_jsonl(tmp_path / "run" / "rollouts" / "verdicts.jsonl"))
+    assert len(verdicts) == 16 * sum(zero), "every rollout of an all-zero group has its verdict"
+    assert {v["skip"] for v in verdicts} <= {"", "no_evidence"}
+
+
 def test_dr_zero(place, tmp_path):
     _, records = run(
         place, tmp_path / "run", "configs/dr_zero.py:atlas", *ITERATED, *PROBED,
@@ -73,15 +88,62 @@ def test_dr_zero(place, tmp_path):
     assert task["probe"] == "anchor" and task["source_id"] and task["iteration"] == 0
 
 
-def test_ssp(place, tmp_path):
-    _, records = run(place, tmp_path / "run", "configs/ssp.py:atlas")
+def test_ssp_and_its_replay_pool_outlive_a_kill(place, tmp_path):
+    keeps = ("--config.checkpoint.every=1", "--config.checkpoint.keep=9")
+    _, records = run(place, tmp_path / "run", "configs/ssp.py:atlas", *keeps)
     steps = of(records, "online")
     assert len(steps) == 2 and not of(records, "proposer")
     for step in steps:
         refused = sum(v for k, v in step.items() if k.startswith("proposer/refused_"))
         assert refused + step["proposer/valid"] == pytest.approx(1)
-        if "proposer/kl_to_reference" in step:
-            assert step["proposer/kl_to_reference"] >= 0
+        assert step["proposer/kl_to_reference"] >= 0
+    # As if killed after the first step: what came later is gone.
+    killed = tmp_path / "killed"
+    shutil.copytree(tmp_path / "run", killed)
+    for checkpoint in (killed / "checkpoints").iterdir():
+        if checkpoint.name.isdigit() and int(checkpoint.name) > 2:
+            shutil.rmtree(checkpoint)
+    _, again = run(place, killed, "configs/ssp.py:atlas", *keeps)
+    assert of(again, "online")[1] | {"time": 0} == steps[1] | {"time": 0}
+
+
+def test_an_index_and_a_pool_in_place_of_the_world(place, tmp_path):
+    """The papers' way: chains of a pool, an index asked from the host, questions of a file."""
+    atlas, rng = load_atlas(), np.random.default_rng(0)
+    graph = atlas.graph
+
+    def record(chain):
+        entities = tuple(
+            EntityRecord(
+                graph.entity_ids[e], graph.labels[e], graph.names(e)[1:], atlas.passage_of(e)
+            )
+            for e in chain.entities
+        )
+        relations = (RelationRecord(graph.relation_ids[r], graph.relation_labels[r])
+                     for r in chain.relations)  # fmt: skip
+        return ChainRecord(entities, tuple(relations))
+
+    chains = [c for hops in (1, 2, 3) for c in atlas.sample_chains(hops, 60, rng)]
+    write_pool(tmp_path / "pool", map(record, chains), {"seed": 0, "corpus": {"name": "atlas"}})
+    passages = atlas.folder / "passages.jsonl"
+    built = place.run(
+        [f"--corpus={passages}", "--encoder=bm25", f"--index={tmp_path / 'index'}"],
+        program="build_index",
+    )
+    assert built.returncode == 0, built.stderr
+    report, records = run(
+        place, tmp_path / "run", "configs/dr_free.py:atlas", *ITERATED,
+        "--config.world.folder=",
+        f"--config.retrieval.index={tmp_path / 'index'}",
+        f"--config.evaluation.tasks={place.world / 'heldout.jsonl'}",
+        "--config.source.kind=chain_pool",
+        f"--config.source.file={tmp_path / 'pool'}",
+        "--config.solver.observation_length=80",
+    )  # fmt: skip
+    assert report["title"] == "dr_free on index"
+    (step,) = of(records, "proposer")
+    assert step["proposer/valid"] > 0 and step["proposer/loglik_full"] < 0
+    assert any(solved["solver/searches"] > 0 for solved in of(records, "solver"))
 
 
 def test_the_worked_example_of_the_docs(place, tmp_path, monkeypatch):

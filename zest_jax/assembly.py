@@ -278,16 +278,20 @@ def update_specs(config: Any) -> dict[str, UpdateSpec]:
 
 
 def advantage_of(config: Any, role: str) -> Callable[..., jax.Array]:
-    """The estimator of a role: rewards, group keys (and `valid_B`) to advantages; jittable."""
+    """The estimator of a role: rewards and group keys (and scales, and which rows count) to
+    advantages; jittable."""
     fields = dict(config[role].advantage.items())
     scale = fields.pop("post_scale")
     spec = AdvantageSpec(**fields)
 
     def estimate(
-        reward_B: jax.Array, group_B: jax.Array, valid_B: jax.Array | None = None
+        reward_B: jax.Array,
+        group_B: jax.Array,
+        scale_B: jax.Array | float = 1.0,
+        valid_B: jax.Array | None = None,
     ) -> jax.Array:
-        scale_B = None if scale == 1.0 else jnp.full(reward_B.shape, scale, jnp.float32)
-        return spec(reward_B, group_B, scale_B, valid_B)
+        scaled_B = jnp.broadcast_to(jnp.float32(scale) * scale_B, reward_B.shape)
+        return spec(reward_B, group_B, scaled_B, valid_B)
 
     return estimate
 
@@ -322,9 +326,10 @@ def rollout_specs(config: Any) -> dict[str, RolloutSpec]:
 
 
 def needs_reader(config: Any) -> bool:
-    """Whether a gate asks a model."""
+    """Whether a gate, or the fallback's judge, answers from given passages."""
     proposing = config.schedule.kind != "labelled"
-    return proposing and bool({"rag", "closed_book"} & set(config.proposer.gates))
+    asked = proposing and bool({"rag", "closed_book"} & set(config.proposer.gates))
+    return asked or (config.fallback.enabled and config.teacher.kind == "reader")
 
 
 def pack_specs(config: Any) -> dict[str, PackSpec]:

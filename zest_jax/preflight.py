@@ -42,6 +42,7 @@ def check_fields(config: Any) -> None:
     check_parts(config)
     choices = {
         "schedule.kind": (config.schedule.kind, SCHEDULES),
+        "teacher.kind": (config.teacher.kind, ("endpoint", "local", "recorded", "reader")),
         "probe.model": (config.probe.model, ("anchor", "base", "solver")),
         "solver_reward.tool_form": (config.solver_reward.tool_form, ("T1", "T2", "T3")),
         "policy.dtype": (config.policy.dtype, ("float32", "bfloat16")),
@@ -175,6 +176,17 @@ def check_schedule(config: Any) -> None:
     Raises:
       UserError: which, and what would do.
     """
+    if config.fallback.enabled and config.teacher.kind != "reader" and not config.teacher.where:
+        raise UserError(
+            f"config field fallback.enabled=True asks a teacher of kind {config.teacher.kind}: set "
+            "teacher.where to its address (and teacher.model), folder or file."
+        )
+    advantage = config.solver.advantage
+    if config.fallback.enabled and not (advantage.std and advantage.ddof == 1):
+        raise UserError(
+            "the fallback's lambda acts after a normalisation by the sample deviation; set "
+            "solver.advantage.std=True and solver.advantage.ddof=1."
+        )
     kind, source = config.schedule.kind, config.source.kind
     if (kind == "labelled") != (source == "labelled"):
         raise UserError(

@@ -4,18 +4,20 @@ Shape letters: N rollouts, G rollouts of one question.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from zest_jax import assembly
+from zest_jax.fallback import EvidenceFallback
 from zest_jax.learning.packing import Item, Packed, PackSpec, pack
 from zest_jax.models.policy import Params
 from zest_jax.rewards.outcome import Outcome, outcome
 from zest_jax.rewards.solver import SOLVER_REWARDS, Group
 from zest_jax.rollout.trajectories import Role, Trajectories
+from zest_jax.tasks.episodes import turns_of
 from zest_jax.tasks.types import Task
 
 
@@ -29,6 +31,8 @@ class Attempts:
       answers: of each rollout.
       outcomes: of each question: what difficulty, pass rates and group kinds are read from.
       reward_N: shaped reward of each rollout.
+      scale_N: factor of each rollout's advantage, one for a group; None for 1 everywhere.
+      notes: metrics of what shaped the rewards.
     """
 
     tasks: Sequence[Task]
@@ -36,6 +40,8 @@ class Attempts:
     answers: list[str | None]
     outcomes: list[Outcome]
     reward_N: np.ndarray
+    scale_N: np.ndarray | None = None
+    notes: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def group(self) -> int:
@@ -48,10 +54,23 @@ class Attempts:
 
 
 class Solving:
-    """The parts of a run that answer questions, with its config in hand."""
+    """The parts of a run that answer questions, with its config in hand.
 
-    def __init__(self, config: Any, parts: assembly.Parts, packs: dict[str, PackSpec]):
-        self.config, self.parts, self.packs = config, parts, packs
+    Args:
+      config: the run's.
+      parts: policy, samplers, world.
+      packs: shapes of the packed batches.
+      fallback: what pays groups in which nobody is right; None leaves them at their reward.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        parts: assembly.Parts,
+        packs: dict[str, PackSpec],
+        fallback: EvidenceFallback | None = None,
+    ):
+        self.config, self.parts, self.packs, self.fallback = config, parts, packs, fallback
         self.sampler = parts.solver_sampler
         self._reward = SOLVER_REWARDS.find(config.solver.reward)
 
@@ -78,6 +97,13 @@ class Solving:
         else:
             texts = self.sampler.texts(episodes)
             seen = observations(episodes, self.sampler.tokenizer)
+            protocol = self.sampler.protocol
+            formed = np.array(
+                [
+                    all(protocol.well_formed(turn) for turn in turns) and answer is not None
+                    for turns, answer in zip(self._turns(episodes), answers, strict=True)
+                ]
+            )
             for g, (task, each) in enumerate(zip(tasks, outcomes, strict=True)):
                 of = slice(g * group, (g + 1) * group)
                 rewards.append(
@@ -88,6 +114,7 @@ class Solving:
                             texts=tuple(texts[of]),
                             observations=tuple(seen[of]),
                             searches_G=np.asarray(episodes.searches_N)[of],
+                            well_formed_G=formed[of],
                             path=self._path(task),
                             most_searches=self.config.solver.searches,
                         ),
@@ -95,6 +122,36 @@ class Solving:
                     )
                 )
         return Attempts(tasks, episodes, answers, outcomes, np.concatenate(rewards))
+
+    def paid(self, attempts: Attempts) -> Attempts:
+        """The attempts with the fallback's rewards, where there is one; they are as they were for
+        whoever only wants to know how many are right."""
+        if self.fallback is None or not attempts.tasks:
+            return attempts
+        paid = self.fallback(
+            attempts.tasks,
+            attempts.episodes,
+            attempts.answers,
+            self._turns(attempts.episodes),
+            attempts.reward_N,
+        )
+        return dataclasses.replace(
+            attempts, reward_N=paid.reward_N, scale_N=paid.scale_N, notes=paid.notes
+        )
+
+    @property
+    def _tok(self) -> Any:
+        return self.sampler.tokenizer
+
+    def _turns(self, episodes: Trajectories) -> list[tuple[str, ...]]:
+        """The policy's words by turn, without the tokens that end one."""
+        return [self._without_end(turns) for turns in turns_of(episodes, self._tok)]
+
+    def _without_end(self, turns: tuple[str, ...]) -> tuple[str, ...]:
+        special = [*self.sampler.protocol.special, str(self._tok.eos_token or "")]
+        for mark in filter(None, special):
+            turns = tuple(turn.replace(mark, "") for turn in turns)
+        return turns
 
     def _path(self, task: Task) -> tuple[tuple[str, ...], ...]:
         """Names of the chain's entities, where the world knows the chain."""

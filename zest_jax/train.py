@@ -28,6 +28,7 @@ from zest_jax import workdir as workdir_lib
 from zest_jax.checkpoint import Checkpoints
 from zest_jax.config import config_hash
 from zest_jax.errors import UserError
+from zest_jax.fallback import build_fallback
 from zest_jax.learning import updates
 from zest_jax.learning.packing import Item, pack
 from zest_jax.metrics import MetricsWriter, NonFiniteError, Stopwatch, read_metrics
@@ -92,7 +93,8 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
     # ------------------------------------------------------------------------------------------
     specs = assembly.update_specs(c)
     packs = assembly.pack_specs(c)
-    solving = Solving(c, parts, packs)
+    fallback = build_fallback(c, parts, workdir.path) if c.fallback.enabled else None
+    solving = Solving(c, parts, packs, fallback)
     proposing = Proposing(c, parts, packs) if parts.proposer_sampler is not None else None
     proposer = assembly.proposer_state(c)
     imitated: list[Item] = []
@@ -305,6 +307,8 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
 
     def update_solver(attempts: Attempts, iteration: int) -> tuple[dict[str, float], Any]:
         """One step from a solver's rollouts: its metrics, and the last batch."""
+        with watch("teacher"):
+            attempts = solving.paid(attempts)
         reward_N = attempts.reward_N
         if c.control.shuffle_rewards:
             reward_N = rng("shuffle").permutation(reward_N)
@@ -313,7 +317,10 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
         padded, keys = np.zeros(size, np.float32), np.zeros(size, np.int32)
         padded[:count] = reward_N
         keys[:count] = solving.group_keys(attempts)
-        advantage_N = np.asarray(advantages(padded, keys, valid_B=np.arange(size) < count))
+        scale = np.ones(size, np.float32)
+        if attempts.scale_N is not None:
+            scale[:count] = attempts.scale_N
+        advantage_N = np.asarray(advantages(padded, keys, scale, np.arange(size) < count))
         values: dict[str, Any] = {}
         batch = None
         for batch in solving.batches(attempts, advantage_N):
@@ -325,6 +332,7 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
             attempts.tasks, attempts.episodes, attempts.outcomes, attempts.reward_N, values
         )
         record |= records.rollout_metrics("solver", solver_sampler.counters)
+        record |= attempts.notes
         if host["phase_step"] % c.log.rollouts_every == 0:
             lines = records.episode_traces(
                 attempts.tasks, attempts.episodes, attempts.answers, attempts.outcomes,

@@ -30,6 +30,7 @@ class Group:
       texts: everything after the prompt, of each rollout.
       observations: what its searches brought, of each rollout.
       searches_G: searches of each rollout. int [G].
+      well_formed_G: every turn of the rollout keeps to its protocol's grammar. bool [G].
       path: names of each entity of the chain behind the question, in order; () where unknown.
       most_searches: searches that a rollout may make.
     """
@@ -39,6 +40,7 @@ class Group:
     texts: tuple[str, ...]
     observations: tuple[str, ...]
     searches_G: np.ndarray
+    well_formed_G: np.ndarray
     path: tuple[tuple[str, ...], ...] = ()
     most_searches: int = 0
 
@@ -53,6 +55,12 @@ SOLVER_REWARDS: Registry[SolverReward] = Registry("solver reward", "solver.rewar
 def exact_match(group: Group, options: Any) -> np.ndarray:
     """r = y."""
     return group.outcome.y_G
+
+
+@SOLVER_REWARDS.register("strict_exact_match")
+def strict_exact_match(group: Group, options: Any) -> np.ndarray:
+    """r = y where the rollout is well-formed, else 0 (EviBack's actor reward)."""
+    return group.outcome.y_G * group.well_formed_G
 
 
 @SOLVER_REWARDS.register("f1")

@@ -8,7 +8,6 @@ Shape letters: B proposals, C contexts.
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -16,7 +15,8 @@ from zest_jax.learning.packing import Item
 from zest_jax.rewards.information_gain import FULL, HOP_1, NONE, ONE_SHOT, SOURCE
 from zest_jax.rollout.protocols import ANSWER, Protocol
 from zest_jax.rollout.sampler import Sampler
-from zest_jax.rollout.trajectories import Role, Trajectories
+from zest_jax.rollout.trajectories import Trajectories
+from zest_jax.tasks.episodes import found_by, turns_of
 from zest_jax.tasks.formats import FORMATS
 from zest_jax.tasks.gates import ParsedProposal, parse_proposal
 from zest_jax.tasks.gating import Judged, Means, apply_gates
@@ -51,7 +51,7 @@ def read_episodes(
         asked and counts as unreadable.
     """
     texts = sampler.texts(episodes)
-    turns = _turns(episodes, sampler.tokenizer)
+    turns = turns_of(episodes, sampler.tokenizer)
     protocol = sampler.protocol
     claims = protocol.tag(ANSWER) == "answer"
     out = []
@@ -69,44 +69,12 @@ def read_episodes(
                 turns=turns[n],
                 queries=tuple(q for queries in asked if queries for q in queries),
                 found=tuple(
-                    _found(episodes, n, t, passages, sampler.tokenizer) for t in range(searches)
+                    found_by(episodes, n, t, passages, sampler.tokenizer) for t in range(searches)
                 ),
                 parsed=parsed,
             )
         )
     return out
-
-
-def _turns(episodes: Trajectories, tokenizer: Any) -> list[tuple[str, ...]]:
-    """The policy's own words of every turn."""
-    ids, owners = [], []
-    for n in range(episodes.count):
-        mask_L = np.asarray(episodes.mask_NL[n])
-        for turn in np.unique(np.asarray(episodes.turn_NL[n])[mask_L]):
-            owners.append(n)
-            ids.append(episodes.sampled_ids(n, int(turn)))
-    texts = tokenizer.batch_decode(ids, clean_up_tokenization_spaces=False) if ids else []
-    out: list[list[str]] = [[] for _ in range(episodes.count)]
-    for n, text in zip(owners, texts, strict=True):
-        out[n].append(text)
-    return [tuple(words) for words in out]
-
-
-def _found(
-    episodes: Trajectories, n: int, search: int, passages: Sequence[Passage], tokenizer: Any
-) -> tuple[Passage, ...]:
-    """The passages of one search; a server's, which have no rows, as the text that was shown."""
-    rows = np.asarray(episodes.rows_NTUR[n, search]).ravel()
-    rows = rows[rows >= 0]
-    if len(rows) and len(passages):
-        return tuple(passages[int(row)] for row in dict.fromkeys(rows.tolist()))
-    role_L, turn_L = np.asarray(episodes.role_NL[n]), np.asarray(episodes.turn_NL[n])
-    tool = [int(turn) for turn in np.unique(turn_L[role_L == Role.TOOL])]
-    if search >= len(tool):
-        return ()
-    shown_L = (role_L == Role.TOOL) & (turn_L == tool[search])
-    text = tokenizer.decode(np.asarray(episodes.ids_NL[n])[shown_L].tolist())
-    return (Passage(f"search {search + 1}", "", text),)
 
 
 def judge(

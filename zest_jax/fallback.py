@@ -1,0 +1,232 @@
+"""EviBack in a run: a frozen teacher pays the groups in which nobody is right.
+
+Only all-zero groups are asked about, and only rollouts with evidence; rewards and scale are
+`rewards.fallback.fallback_scores`. A teacher that does not answer gives no reward and is counted.
+
+Shape letters: N rollouts, G rollouts of one question.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from zest_jax import assembly
+from zest_jax import workdir as workdir_lib
+from zest_jax.rewards.fallback import fallback_scores, needs_teacher
+from zest_jax.rollout.trajectories import Trajectories
+from zest_jax.tasks.episodes import found_by
+from zest_jax.tasks.types import Task
+from zest_jax.teachers.endpoint import EndpointSettings, EndpointTeacher
+from zest_jax.teachers.evidence import (
+    Case,
+    EvidenceSettings,
+    EvidenceTeacher,
+    Round,
+    Rule,
+    Skip,
+    Status,
+    Verdict,
+    arrays,
+    skipped,
+    summary,
+)
+from zest_jax.teachers.interface import Teacher, check_answered
+from zest_jax.teachers.local import load_local
+from zest_jax.teachers.prompts import DEFAULT, read_prompts
+from zest_jax.teachers.recorded import read_recording
+from zest_jax.text import contains_any, token_f1
+
+Judge = Callable[[Sequence[Case]], list[Verdict]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Paid:
+    """The rewards of a step after the fallback.
+
+    Attributes:
+      reward_N: as before where somebody in the group was right, else the fallback's.
+      scale_N: 1, or lambda in a group that the fallback paid.
+      notes: metrics.
+    """
+
+    reward_N: np.ndarray
+    scale_N: np.ndarray
+    notes: dict[str, float]
+
+
+class EvidenceFallback:
+    """Asks a judge about all-zero groups.
+
+    Args:
+      config: the run's.
+      parts: for the protocol, the corpus and the tokenizer.
+      judge: verdicts of cases, in order.
+      teacher: whose silence is counted; None where the judge is no teacher that can be silent.
+      record: where the verdicts are written, one line a rollout; None for nowhere.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        parts: assembly.Parts,
+        judge: Judge,
+        teacher: Teacher | None = None,
+        record: Path | None = None,
+    ):
+        self.config, self.parts, self.judge = config, parts, judge
+        self.teacher, self.record = teacher, record
+
+    def __call__(
+        self,
+        tasks: Sequence[Task],
+        episodes: Trajectories,
+        answers: Sequence[str | None],
+        turns: Sequence[Sequence[str]],
+        reward_N: np.ndarray,
+    ) -> Paid:
+        """Pays a step's rollouts.
+
+        Args:
+          tasks: the questions; a question's rollouts are neighbours.
+          episodes: on the host.
+          answers: of each rollout.
+          turns: the policy's words by turn, of each rollout.
+          reward_N: exact match, already 0 where a rollout is ill-formed.
+
+        Raises:
+          UserError: more stayed unanswered than `teacher.most_unanswered` allows.
+        """
+        f, group = self.config.fallback, len(answers) // max(len(tasks), 1)
+        protocol = self.parts.solver_sampler.protocol
+        formed = [all(map(protocol.well_formed, words)) for words in turns]
+        open_ = [
+            g for g in range(len(tasks)) if needs_teacher(reward_N[g * group : (g + 1) * group])
+        ]
+        cases = [
+            self._case(tasks[g], episodes, n, turns[n])
+            for g in open_
+            for n in range(g * group, (g + 1) * group)
+        ]
+        verdicts = self.judge(cases)
+        if self.teacher is not None:
+            check_answered(self.teacher.counts, self.config.teacher.most_unanswered, asked=20)
+        reward_N, scale_N = np.array(reward_N, np.float64), np.ones(len(reward_N))
+        for at, g in enumerate(open_):
+            of = slice(g * group, (g + 1) * group)
+            supported_G, f1_G = arrays(verdicts[at * group : (at + 1) * group])
+            allowed_G = np.array(
+                [formed[n] and bool((answers[n] or "").strip()) for n in range(of.start, of.stop)]
+            )
+            scores = fallback_scores(
+                reward_N[of], supported_G, f1_G, allowed_G, beta=f.beta, gamma=f.gamma, lam=f.lam
+            )
+            reward_N[of], scale_N[of] = scores.score_G, scores.scale
+        if self.record is not None and verdicts:
+            workdir_lib.append_jsonl(self.record, [v.to_json() for v in verdicts])
+        return Paid(reward_N, scale_N, self._notes(verdicts, len(open_), len(tasks), formed))
+
+    def _case(self, task: Task, episodes: Trajectories, n: int, turns: Sequence[str]) -> Case:
+        protocol, corpus = self.parts.solver_sampler.protocol, self.parts.world.passages
+        asked = [protocol.queries(turn) for turn in turns]
+        queries = [" ; ".join(q) for q in asked if q is not None]
+        rounds = []
+        for search in range(int(episodes.searches_N[n])):
+            found = found_by(episodes, n, search, corpus, self.parts.tokenizer)
+            query = queries[search] if search < len(queries) else ""
+            rounds.append(Round(query, found))
+        return Case(task.question, task.answers, tuple(rounds), f"{task.id}/{n}")
+
+    def _notes(
+        self, verdicts: Sequence[Verdict], open_: int, groups: int, formed: Sequence[bool]
+    ) -> dict[str, float]:
+        told = summary(verdicts)
+        notes = {
+            "teacher/all_zero_groups": open_ / max(groups, 1),
+            "teacher/asked": float(told["asked"]),
+            "teacher/unanswered": told["unanswered_share"],
+            "teacher/supported": float(np.mean([v.supported for v in verdicts] or [False])),
+            "solver/well_formed": float(np.mean(formed)),
+        }
+        return notes | {f"teacher/status_{k}": float(v) for k, v in told["status"].items()}
+
+
+def build_fallback(config: Any, parts: assembly.Parts, workdir: Path) -> EvidenceFallback:
+    """The fallback that a config names; its verdicts go to `rollouts/verdicts.jsonl`.
+
+    Raises:
+      UserError: the teacher's place is missing or wrong.
+    """
+    t = config.teacher
+    record = workdir / "rollouts" / "verdicts.jsonl"
+    if t.kind == "reader":
+        return EvidenceFallback(config, parts, ReaderJudge(config, parts), None, record)
+    teacher: Teacher
+    if t.kind == "local":
+        teacher = load_local(assembly.policy_folder(t.where), max_tokens=t.max_tokens)
+    elif t.kind == "recorded":
+        teacher = read_recording(t.where)
+    else:
+        settings = EndpointSettings(
+            max_tokens=t.max_tokens,
+            answer_s=t.answer_s,
+            retries=t.retries,
+            connections=t.connections,
+            most_requests=t.most_requests,
+            most_tokens=t.most_tokens,
+            key_variable=t.key_variable,
+        )
+        teacher = EndpointTeacher(
+            t.where,
+            t.model,
+            settings,
+            cache=workdir / "teacher",
+            ledger=workdir / "teacher" / "spent.json",
+        )
+    prompts = read_prompts(t.prompts) if t.prompts else DEFAULT
+    judge = EvidenceTeacher(teacher, prompts, EvidenceSettings(documents=t.documents))
+    return EvidenceFallback(config, parts, judge.judge, teacher, record)
+
+
+class ReaderJudge:
+    """The policy that training began with, as a judge, for policies too small to be instructed.
+
+    It answers the question from the evidence; the evidence supports what stands in it literally,
+    and else is insufficient. This is ours; it lets the whole method run without an endpoint.
+    """
+
+    def __init__(self, config: Any, parts: assembly.Parts):
+        if parts.reader is None:
+            raise ValueError("no reader was built")
+        self.documents, self._reader = config.teacher.documents, parts.reader
+        # A copy: what the run trains is given away to its updates.
+        self._params = jax.tree.map(lambda x: x.copy(), parts.whole(parts.params))
+
+    def __call__(self, cases: Sequence[Case]) -> list[Verdict]:
+        asked = [case for case in cases if case.passages]
+        shown = [[p for each in c.rounds for p in each.passages[: self.documents]] for c in asked]
+        found = iter(
+            self._reader(self._params, jax.random.key(0), [c.question for c in asked], shown)
+        )
+        out = []
+        for case in cases:
+            if not case.passages:
+                out.append(skipped(case.id, Skip.NO_EVIDENCE))
+                continue
+            answer = next(found)
+            texts = [f"{p.title}: {p.text}" for p in case.passages]
+            there = answer is not None and any(contains_any(text, [answer]) for text in texts)
+            out.append(
+                Verdict(
+                    id=case.id,
+                    status=Status.SUPPORTED if there else Status.INSUFFICIENT,
+                    answer=answer or "" if there else "",
+                    f1=float(token_f1(answer, case.references)) if there else 0.0,
+                    rule=Rule.B if there else Rule.A_INSUFFICIENT,
+                    versions={"judge": "reader-1"},
+                )
+            )
+        return out
