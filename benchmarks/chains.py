@@ -30,6 +30,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks import harness
+from zest_jax.retrieval.corpora import open_corpus
+from zest_jax.retrieval.passages import write_passages
 
 TRIPLES, ENTITIES, RELATIONS = 20_614_279, 4_594_485, 822
 ALPHABETS = ("etaoinshrdlumkvp", "еаоинстрвлкмдпуя", "山川田中村東西南北大小高松竹梅木")
@@ -199,6 +201,9 @@ def main() -> None:
     p.add_argument("--chains", type=int, help="100,000 times --scale if not given")
     p.add_argument("--keep", action="store_true", help="leave the generated files")
     p.add_argument("--plain", action="store_true", help="without the descriptions")
+    p.add_argument(
+        "--index", action="store_true", help="read the corpus out of an index (not timed)"
+    )
     p.add_argument("--out", default="runs/benchmarks/chains.json", help="JSON file to write")
     args = p.parse_args()
     folder = Path(args.folder)
@@ -214,17 +219,30 @@ def main() -> None:
             sizes = generate(folder, args.scale, passages)
             made.write_text(json.dumps(sizes))
         print(f"generated {sizes} in {time.monotonic() - begun:.0f} s", flush=True)
+        corpus = folder / "wiki-18.jsonl"
+        if args.index:
+            write_passages(open_corpus(corpus), folder / "index" / "passages")
+            corpus = folder / "index"
         command = [
             sys.executable, "-m", "zest_jax.build_chains", f"--wikidata={folder}",
-            f"--corpus={folder / 'wiki-18.jsonl'}", f"--pool={folder / 'pool'}",
+            f"--corpus={corpus}", f"--pool={folder / 'pool'}",
             f"--chains={chains}", f"--same_words={0 if args.plain else 0.5}",
         ]  # fmt: skip
         shutil.rmtree(folder / "pool", ignore_errors=True)
-        row = {**sizes, "chains": chains, **measure(folder, command)}
+        row = {"corpus": corpus.name, **sizes, "chains": chains, **measure(folder, command)}
     finally:
         if not args.keep:
             shutil.rmtree(folder)
-    columns = ("triples", "entities", "names", "passages", "chains", "seconds", "cpu_seconds")
+    columns = (
+        "corpus",
+        "triples",
+        "entities",
+        "names",
+        "passages",
+        "chains",
+        "seconds",
+        "cpu_seconds",
+    )
     print(harness.table([row], (*columns, "peak_GiB", "failed")))
     harness.write(args.out, [row], {"python": sys.version.split()[0], "cpus": os.cpu_count()})
 

@@ -58,7 +58,7 @@ HELDOUT = "heldout"
 UNFINISHED = "alignment.npz"  # until the pool is complete
 _MEGABYTE = 1_000_000
 _ROUNDS = 8  # readings of the corpus for more walks
-_FIRST_RATE = 0.4  # share of walks that are taken to pass filter (c) before any was seen
+_FIRST_RATE = 0.3  # share of walks that are taken to pass filter (c) before any was seen
 
 
 # ---------------------------------------------------------------------------------------- funnel
@@ -300,7 +300,7 @@ def draw_chains(
     """
     kept: dict[tuple[str, int], list[tuple[list[int], list[int]]]] = {key: [] for key in walkers}
     caps = {key: Caps(values.max_per_source, values.max_per_answer) for key in walkers}
-    seen = {key: np.zeros(4, np.int64) for key in walkers}  # judged, aligned, mentioned, capped
+    seen = {key: np.zeros(4, np.int64) for key in walkers}  # judged, mentioned, aligned, capped
     for _ in range(_ROUNDS):
         drawn = {}
         for key, walker in walkers.items():
@@ -313,8 +313,8 @@ def draw_chains(
             break
         check(list(drawn.values()))
         for key, walks in drawn.items():
-            fitting, speaking = ground.judge(walks)
-            chosen = fitting & speaking
+            speaking = ground.mentioned(walks)
+            chosen = speaking & ground.aligned(walks)
             pairs = zip(
                 walks.entities[chosen].tolist(), walks.relations[chosen].tolist(), strict=True
             )
@@ -326,10 +326,10 @@ def draw_chains(
                     kept[key].append((nodes, kinds))
                 else:
                     capped += 1
-            seen[key] += (len(chosen), fitting.sum(), chosen.sum(), capped)
+            seen[key] += (len(chosen), speaking.sum(), chosen.sum(), capped)
     for (pool, hops), walker in walkers.items():
         of = f"{'' if pool == 'train' else 'held-out '}walks of {hops} hop(s)"
-        counts, (judged, aligned, mentioned, capped) = walker.counts, seen[pool, hops].tolist()
+        counts, (judged, mentioned, aligned, capped) = walker.counts, seen[pool, hops].tolist()
         left = counts["walks"]
         funnel.add(of, "drawn", left, 0)
         for name, why in (
@@ -340,9 +340,9 @@ def draw_chains(
         ):
             left -= counts[name]
             funnel.add(of, why, left)
-        funnel.add(of, "whose descriptions are of other articles", aligned, judged - aligned)
-        funnel.add(of, "(c) whose source does not mention the next", mentioned)
-        funnel.add(of, "of a source or answer that has many", mentioned - capped, capped)
+        funnel.add(of, "(c) whose source does not mention the next", mentioned, judged - mentioned)
+        funnel.add(of, "whose descriptions are of other articles", aligned)
+        funnel.add(of, "of a source or answer that has many", aligned - capped, capped)
         funnel.add(of, "that are more than wanted", len(kept[pool, hops]))
     return kept
 

@@ -13,12 +13,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from zest_jax.retrieval.interface import Passage as Found
 from zest_jax.tasks.alignment import Alignment, PassageSource
 from zest_jax.tasks.chain_pool import ChainRecord, EntityRecord, RelationRecord
-from zest_jax.tasks.names import NameIndex, SurfaceRules, Tell, mentions, name_key
+from zest_jax.tasks.names import Bools, NameIndex, SurfaceRules, Tell, mentions, name_key
 from zest_jax.tasks.types import Passage
 from zest_jax.tasks.walks import Drawn, Graph
 from zest_jax.tasks.wikidata import Ints, NameTable
@@ -123,8 +122,10 @@ class Grounding:
     # --------------------------------------------------------------------------- descriptions
 
     def undescribed(self, walks: Iterable[Drawn]) -> Ints:
-        """Ascending numbers of the walks' entities that were not compared yet."""
-        rows = {row for drawn in walks for row in np.unique(drawn.entities).tolist()}
+        """Ascending numbers of entities that were not compared yet, of walks with a mention."""
+        rows: set[int] = set()
+        for drawn in walks:
+            rows.update(np.unique(drawn.entities[self.mentioned(drawn)]).tolist())
         new = sorted(rows.difference(self._compared.values()))
         numbers = self._graph.entities[new]
         self._compared.update(zip(numbers.tolist(), new, strict=True))
@@ -147,16 +148,18 @@ class Grounding:
 
     # -------------------------------------------------------------------------------- records
 
-    def judge(self, drawn: Drawn) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """Which walks no description speaks against; whose source mentions the next: [B] each."""
-        aligned = [not self._misaligned & set(nodes) for nodes in drawn.entities.tolist()]
-        found = [
-            self._mention[head, tail] is not None for head, tail in drawn.entities[:, :2].tolist()
-        ]
-        return np.array(aligned, bool), np.array(found, bool)
+    def mentioned(self, drawn: Drawn) -> Bools:
+        """Filter (c), [B] bool: whether a passage of the source mentions the next entity."""
+        pairs = drawn.entities[:, :2].tolist()
+        return np.array([self._mention[head, tail] is not None for head, tail in pairs], bool)
+
+    def aligned(self, drawn: Drawn) -> Bools:
+        """[B] bool: whether no description speaks against an entity of a walk."""
+        wrong = np.isin(drawn.entities, sorted(self._misaligned))
+        return np.asarray(~wrong.any(axis=1), bool)
 
     def record(self, nodes: Sequence[int], kinds: Sequence[int]) -> ChainRecord:
-        """What a pool holds of a walk that `judge` lets pass."""
+        """What a pool holds of a walk that passed `mentioned`."""
         head = self._mention[nodes[0], nodes[1]]
         assert head is not None
         passages = [head, *(self._first[node] for node in nodes[1:])]
