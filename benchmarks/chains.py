@@ -201,9 +201,7 @@ def main() -> None:
     p.add_argument("--chains", type=int, help="100,000 times --scale if not given")
     p.add_argument("--keep", action="store_true", help="leave the generated files")
     p.add_argument("--plain", action="store_true", help="without the descriptions")
-    p.add_argument(
-        "--index", action="store_true", help="read the corpus out of an index (not timed)"
-    )
+    p.add_argument("--index", action="store_true", help="with an index of the corpus")
     p.add_argument("--out", default="runs/benchmarks/chains.json", help="JSON file to write")
     args = p.parse_args()
     folder = Path(args.folder)
