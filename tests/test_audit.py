@@ -1,15 +1,18 @@
 """The shortcut audit: its contexts and shares by hand, the program with both kinds of judges."""
 
+import copy
 import functools
 import json
 
 import numpy as np
 import pytest
 import tiny
+from absl import flags
 from retrieval_server import save_bm25_index
 from test_teachers_endpoint import api, completion, free_address
 
 from zest_jax import audit, auditing, cli
+from zest_jax.errors import UserError
 from zest_jax.models.hf import save_pretrained
 from zest_jax.retrieval.interface import Passage
 from zest_jax.rollout.protocols import PLAIN_SEARCH
@@ -17,7 +20,7 @@ from zest_jax.tasks.types import Task, write_tasks
 from zest_jax.teachers import local
 from zest_jax.teachers.endpoint import EndpointSettings
 from zest_jax.teachers.interface import Failure, user
-from zest_jax.teachers.local import load_local
+from zest_jax.teachers.local import LocalTeacher, load_local
 
 PASSAGES = [
     Passage("emma", "Emma", "A novel by Jane Austen."),
@@ -45,10 +48,10 @@ def files(tmp_path):
     return tmp_path
 
 
-def run(files, **flags):
+def run(files, **more):
     given = {"tasks": files / "tasks.jsonl", "passages": files / "passages.jsonl",
              "answers": files / "answers.jsonl", "out": files / "audit.json"}  # fmt: skip
-    given |= flags
+    given |= more
     return audit.entry(["audit", *(f"--{k}={v}" for k, v in given.items() if v is not None)])
 
 
@@ -235,11 +238,11 @@ def test_what_stays_unanswered_is_no_zero_and_is_asked_again(files, capsys):
 
 
 def test_a_dead_endpoint_ends_in_a_sentence(files, monkeypatch, capsys):
-    flags = {"model": free_address(), "model_name": "m", "hops": "1", "connections": 8,
+    given = {"model": free_address(), "model_name": "m", "hops": "1", "connections": 8,
              "answer_s": 0.1}  # fmt: skip
     once = functools.partial(EndpointSettings, retries=0)
     monkeypatch.setattr(audit, "EndpointSettings", once)
-    assert run(files, **flags) == cli.EXIT_USER
+    assert run(files, **given) == cli.EXIT_USER
     said = capsys.readouterr().err
     assert "the judge answered nothing" in said and "unreachable" in said
     assert not (files / "audit.json").exists()
@@ -295,6 +298,39 @@ def test_a_policy_answers_as_plain_forward_passes_say(policy, teacher):
     assert len(teacher._samplers) == 1, "one program for all of them"
 
 
+def test_who_is_asked_in_which_words(policy, tmp_path):
+    _, words, config, params = policy
+    chatty = copy.deepcopy(words)
+    chatty.chat_template = (
+        "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}"
+    )
+    save_pretrained(config, params, str(tmp_path), chatty)
+
+    def opened(*arguments):
+        values = flags.FlagValues()
+        audit.define(values)
+        values(["audit", *arguments])
+        judge, form = audit.open_judge(values)
+        return judge.card["chat"], judge.card["max_tokens"], form
+
+    assert opened(f"--model={tmp_path}") == (True, 512, auditing.JudgeForm())
+    assert opened(f"--model={tmp_path}", "--max_tokens=9")[1] == 9
+    chat, most, form = opened(f"--model={tmp_path}", "--nochat")
+    assert (chat, most, form.protocol.name) == (False, 48, "search_r1")
+    assert opened(f"--model={policy[0]}") == (False, 48, form), "no template"
+    # A protocol in the chat template: the template is in the words already.
+    chat, _, form = opened(f"--model={tmp_path}", "--protocol=plain_search", "--chat")
+    assert not chat and form.conversation("é?", ())[0].content == "[user] Q: é?\n\n<answer>"
+    assert opened("--model=smoke_policy")[2] == auditing.SolverForm(PLAIN_SEARCH)
+    teacher = LocalTeacher(config, params, chatty, chat=True, max_tokens=9)
+    assert teacher.text(user("Who?", "Be brief.")) == "[system] Be brief.\n[user] Who?\n"
+    chatty.chat_template = "{{ raise_exception('no system') }}"
+    with pytest.raises(UserError, match="no system"):
+        teacher.text(user("Who?"))
+    with pytest.raises(UserError, match="leaves no room"):
+        LocalTeacher(config, params, words, max_tokens=config.max_length)
+
+
 def test_a_policy_audits(files, policy, teacher, monkeypatch, capsys):
     opened = []
 
@@ -303,9 +339,9 @@ def test_a_policy_audits(files, policy, teacher, monkeypatch, capsys):
         return teacher  # which is compiled already
 
     monkeypatch.setattr(local, "load_local", open_)
-    flags = {"model": policy[0], "protocol": "plain_search", "max_tokens": 6, "slots": 4,
+    given = {"model": policy[0], "protocol": "plain_search", "max_tokens": 6, "slots": 4,
              "hops": 1, "score": "f1"}  # fmt: skip
-    assert run(files, **flags) == cli.EXIT_OK
+    assert run(files, **given) == cli.EXIT_OK
     options = {"chat": False, "max_tokens": 6, "slots": 4, "name": str(policy[0])}
     assert opened == [(str(policy[0]), options)] and len(teacher._samplers) == 1
     told, got = shares(files)
@@ -321,7 +357,7 @@ def test_a_policy_audits(files, policy, teacher, monkeypatch, capsys):
 
 
 def test_mistakes(files, policy, capsys):
-    for flags, said in [
+    for given, said in [
         ({"model": None}, "no --model"),
         ({"tasks": None, "model": "x"}, "no --tasks"),
         ({"model": "http://h"}, "--model_name"),
@@ -339,8 +375,8 @@ def test_mistakes(files, policy, capsys):
         ({"model": "x", "out": files}, "is a folder"),
         ({"model": files / "none"}, "none"),
     ]:
-        assert run(files, **flags) == cli.EXIT_USER, flags
-        assert said in capsys.readouterr().err, flags
+        assert run(files, **given) == cli.EXIT_USER, given
+        assert said in capsys.readouterr().err, given
     write_tasks(files / "tasks.jsonl", [Task("a", "?", ("x",), meta={"passages": ["text"]})])
     assert run(files, model="x") == cli.EXIT_USER
     assert "must be a list of objects" in capsys.readouterr().err

@@ -14,8 +14,8 @@ reads) or in the folder of --index. A task may also carry its own texts, as "pas
 --index the search is BM25 over --passages.
 
 The judge is an endpoint of OpenAI's kind (its key in an environment variable, see --key_variable)
-or a policy of this machine. It never sees an accepted answer. Every answer is kept at once, so that
-the same command goes on where it was stopped and asks again what stayed unanswered.
+or a policy of this machine. It never sees an accepted answer. Answers are kept batch by batch, so
+that the same command goes on where it was stopped and asks again what stayed unanswered.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ from zest_jax.teachers.endpoint import KEY_VARIABLE, EndpointSettings, EndpointT
 from zest_jax.teachers.interface import Teacher, digest
 
 _NAMED = 5  # ids that a line of the log names
+_SEARCHED = 256  # questions of one search
 _CHAT_TOKENS = 512  # of an answer with its thoughts
 _SOLVER_TOKENS = 48  # of an answer that is opened already
 
@@ -210,8 +211,12 @@ def search(
 
 
 def _found(retriever: PassageRetriever, tasks: Sequence[Task], top_k: int) -> list[list[Passage]]:
-    answers = retriever.search_passages([task.question for task in tasks], top_k)
-    return [[passage for passage, _ in answer] for answer in answers]
+    found = []
+    for at in range(0, len(tasks), _SEARCHED):
+        questions = [task.question for task in tasks[at : at + _SEARCHED]]
+        for answer in retriever.search_passages(questions, top_k):
+            found.append([passage for passage, _ in answer])
+    return found
 
 
 # ------------------------------------------------------------------------------ the judge
@@ -263,7 +268,7 @@ def _is_address(where: str) -> bool:
 def ask_all(
     judge: Teacher, form: Form, asked: Sequence[Asking], kept: Path, batch: int, progress: Progress
 ) -> tuple[dict[str, dict[str, Any]], Counter[str]]:
-    """Asks what is not yet answered, and keeps every answer at once.
+    """Asks what is not yet answered, and keeps the answers of a batch at once.
 
     Returns:
       Records by key, and the failures of this time by kind.
@@ -390,7 +395,7 @@ def define(values: flags.FlagValues) -> None:
         f"of an answer; {_CHAT_TOKENS} of a chat, {_SOLVER_TOKENS} where it is opened",
     )
     number("slots", 16, "questions a policy answers at once")
-    number("batch_size", 256, "questions between two writes of the answers")
+    number("batch_size", 128, "questions between two writes of the answers")
     number("connections", 8, "of an API: requests at the same time")
     flags.DEFINE_float("answer_s", 180.0, "of an API: seconds for an answer", flag_values=values)
     number("most_requests", 0, "of an API: the limit on requests; 0 for none")

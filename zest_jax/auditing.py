@@ -162,7 +162,7 @@ def askings(
     evidence: Mapping[str, Sequence[Passage]],
     found: Sequence[Sequence[Passage]] | None,
     form: Form,
-    judge: Any,
+    judge: Mapping[str, Any],
 ) -> list[Asking]:
     """Everything that is asked about the tasks.
 
@@ -174,7 +174,9 @@ def askings(
       judge: its card.
     """
     out = []
-    who = [judge, form.card]
+    # Where it stands and what it is called there is no part of who answers.
+    card = {name: value for name, value in judge.items() if name not in ("url", "name")}
+    who = [card, form.card]
     for n, task in enumerate(tasks):
         shown = contexts(evidence.get(task.id), None if found is None else found[n])
         for name, blocks in shown.items():

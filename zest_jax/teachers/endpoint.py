@@ -356,9 +356,10 @@ def read_completion(content: bytes) -> Reply:
         raise ValueError("the answer has no 'message'")
     # Half of a surrogate pair is a legal escape and no text.
     text = _text(message.get("content")).encode("utf-8", "replace").decode()
-    if not text.strip():
-        return failed(Failure.EMPTY, "the answer has no text")
     finish = choices[0].get("finish_reason")
+    if not text.strip():
+        why = ": its thoughts took all of max_tokens" if finish == "length" else ""
+        return failed(Failure.EMPTY, f"the answer has no text{why}")
     usage = whole.get("usage")
     told = usage if isinstance(usage, dict) else {}
     tokens = [_count(told.get(name)) for name in ("prompt_tokens", "completion_tokens")]

@@ -208,11 +208,16 @@ class EvidenceTeacher:
     ) -> None:
         self.teacher, self.prompts = teacher, prompts
         self.settings = settings or EvidenceSettings()
-        self.versions = {
+
+    @property
+    def versions(self) -> dict[str, Any]:
+        """What a verdict depends on beside its case."""
+        return {
             "rules": RULES_VERSION,
-            "prompts": prompts.name,
-            "prompts_sha256": prompts.version,
-            "teacher": teacher.card,
+            "prompts": self.prompts.name,
+            "prompts_sha256": self.prompts.version,
+            "settings": dataclasses.asdict(self.settings),
+            "teacher": self.teacher.card,
         }
 
     def judge(self, cases: Sequence[Case]) -> list[Verdict]:
@@ -229,8 +234,9 @@ class EvidenceTeacher:
         replies = self.teacher.ask([self._conversation(cases[n], "stage_b") for n in open_])
         for n, reply in zip(open_, replies, strict=True):
             stage_b[n] = parse_reply(reply, s.reason_words)
+        versions = self.versions
         return [
-            self._verdict(case, stage_a[n], stage_b.get(n))
+            dataclasses.replace(self._verdict(case, stage_a[n], stage_b.get(n)), versions=versions)
             if n in stage_a
             else skipped(case.id, Skip.NO_EVIDENCE)
             for n, case in enumerate(cases)
@@ -252,7 +258,6 @@ class EvidenceTeacher:
             literal=literal,
             stage_a=a,
             stage_b=b,
-            versions=self.versions,
         )
 
     def _conversation(self, case: Case, stage: str) -> tuple[Message, ...]:
