@@ -586,7 +586,7 @@ def test_eight_devices_give_the_vectors_of_one():
     """
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "XLA_FLAGS": f"{os.environ[\'XLA_FLAGS\']} --xla_force_host_platform_device_count=8",
     }
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)]
