@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import virtual_devices
 
 from zest_jax.models.attention import xla_attention
 from zest_jax.models.attention_splash import _blocks, splash_attention
@@ -129,7 +130,7 @@ print("devices", len(jax.devices()))
 @pytest.mark.slow
 def test_eight_devices_each_take_their_rows_and_heads():
     root = Path(__file__).parents[1]
-    env = {**os.environ, "XLA_FLAGS": f"{os.environ[\'XLA_FLAGS\']} --xla_force_host_platform_device_count=8"}
+    env = {**os.environ, "XLA_FLAGS": virtual_devices.flags(8)}
     env["PYTHONPATH"] = os.pathsep.join([str(root), str(root / "tests")])
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, timeout=240

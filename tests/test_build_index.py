@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import virtual_devices
 from test_corpora import lines
 from test_index_files import FAISS
 
@@ -275,7 +276,7 @@ def test_mistakes(corpus, built, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_all_devices_give_the_vectors_of_one(corpus, built, tmp_path):
-    environment = os.environ | {"XLA_FLAGS": f"{os.environ[\'XLA_FLAGS\']} --xla_force_host_platform_device_count=4"}
+    environment = os.environ | {"XLA_FLAGS": virtual_devices.flags(4)}
     command = [sys.executable, "-m", "zest_jax.build_index", f"--corpus={corpus}",
                f"--encoder={E5}", f"--index={tmp_path}/i",
                "--dtype=float32", "--batch_size=8"]  # fmt: skip

@@ -8,6 +8,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import virtual_devices
 
 PROGRAM = """
     import json
@@ -69,7 +70,7 @@ PROGRAM = """
 @pytest.mark.slow
 def test_eight_devices_give_the_update_of_one():
     root = Path(__file__).parents[1]
-    env = {**os.environ, "XLA_FLAGS": f"{os.environ[\'XLA_FLAGS\']} --xla_force_host_platform_device_count=8"}
+    env = {**os.environ, "XLA_FLAGS": virtual_devices.flags(8)}
     env["PYTHONPATH"] = os.pathsep.join([str(root), str(root / "tests")])
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(PROGRAM)],

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import virtual_devices
 from safetensors.numpy import load_file, save_file
 
 from zest_jax.errors import UserError
@@ -586,7 +587,7 @@ def test_eight_devices_give_the_vectors_of_one():
     """
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"{os.environ[\'XLA_FLAGS\']} --xla_force_host_platform_device_count=8",
+        "XLA_FLAGS": virtual_devices.flags(8),
     }
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)]

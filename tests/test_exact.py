@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import virtual_devices
 from test_scann_index import brute_force, clustered, recall
 
 from zest_jax.errors import UserError
@@ -141,7 +142,7 @@ def test_split_over_eight_devices():
     path = os.pathsep.join([str(root), str(root / "tests"), os.environ.get("PYTHONPATH", "")])
     env = os.environ | {
         "PYTHONPATH": path,
-        "XLA_FLAGS": f"{os.environ[\'XLA_FLAGS\']} --xla_force_host_platform_device_count=8",
+        "XLA_FLAGS": virtual_devices.flags(8),
     }
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(PROGRAM)], env=env, capture_output=True, text=True

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 import tiny
+import virtual_devices
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
@@ -302,7 +303,7 @@ PROGRAM = """
 @pytest.mark.slow
 def test_eight_devices_round_as_one_does():
     """Codes, and a whole update of adapters with them, on a mesh of eight devices."""
-    env = {**os.environ, "XLA_FLAGS": f"{os.environ[\'XLA_FLAGS\']} --xla_force_host_platform_device_count=8"}
+    env = {**os.environ, "XLA_FLAGS": virtual_devices.flags(8)}
     env["PYTHONPATH"] = str(Path(__file__).parents[1])
     command = [sys.executable, "-c", textwrap.dedent(PROGRAM)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)

@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+import virtual_devices
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
@@ -162,7 +163,7 @@ PROGRAM = """
 
 @pytest.mark.slow
 def test_eight_devices_give_what_one_gives(tmp_path):
-    env = {**os.environ, "XLA_FLAGS": f"{os.environ[\'XLA_FLAGS\']} --xla_force_host_platform_device_count=8"}
+    env = {**os.environ, "XLA_FLAGS": virtual_devices.flags(8)}
     env["PYTHONPATH"] = str(Path(__file__).parents[1])
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(PROGRAM), str(tmp_path)],
