@@ -159,9 +159,10 @@ class EndpointTeacher(Teacher):
                 "extra": dict(s.extra)}  # fmt: skip
 
     def close(self) -> None:
-        """Gives the connections back; waits for a retry end at once."""
+        """Gives the connections back. Waits between attempts end at once; an attempt that is under
+        way (there is none but after an interrupt) is left to its time-out."""
         self._closed.set()
-        self._threads.shutdown(cancel_futures=True)
+        self._threads.shutdown(wait=False, cancel_futures=True)
         self._http.clear()
 
     def _answer(self, conversations: Sequence[Conversation]) -> list[Reply]:
