@@ -359,6 +359,11 @@ def test_counts_add_up_and_equal_conversations_are_asked_once():
     check_answered(Counts(), 0.0)
     with pytest.raises(UserError, match="timeout 2"):
         check_answered(counts, 0.1)
+    earlier = counts.copy()
+    teacher.ask([user("bad"), user("c")])
+    step = teacher.counts.since(earlier)
+    assert (step.asked, step.answered, step.failed) == (2, 1, {"timeout": 1})
+    assert earlier.asked == 6 and earlier.failed == {"timeout": 2} and step.unanswered == 0.5
     with pytest.raises(TypeError):
         teacher.ask(["a text"])
     with pytest.raises(TypeError):

@@ -122,6 +122,18 @@ class Counts:
         """Share of the conversations without an answer; 0 before the first."""
         return self.failed.total() / self.asked if self.asked else 0.0
 
+    def since(self, earlier: Counts) -> Counts:
+        """What has come since an earlier state of these counts (a `copy`), such as in one step."""
+        told = {
+            f.name: getattr(self, f.name) - getattr(earlier, f.name)
+            for f in dataclasses.fields(self)
+        }
+        return Counts(**told)
+
+    def copy(self) -> Counts:
+        """These counts as they stand."""
+        return dataclasses.replace(self, failed=Counter(self.failed))
+
     def to_json(self) -> dict[str, Any]:
         """As a record, the share included."""
         told = dataclasses.asdict(self)
@@ -209,7 +221,8 @@ def check_answered(counts: Counts, most: float, asked: int = 1) -> None:
     """Ends a run whose teacher is silent too often.
 
     Args:
-      counts: of the teacher.
+      counts: of the teacher: since it was made, or of one step (`Counts.since`), which notices one
+        that dies late.
       most: largest share of unanswered conversations; 1 never ends a run.
       asked: conversations before which nothing is concluded.
 
