@@ -27,29 +27,6 @@ def packed():
     return ids_BL, position_BL, segment_BL
 
 
-@pytest.mark.parametrize("layers", [1, 3])
-def test_few_tokens_are_as_among_all(layers):
-    config = dataclasses.replace(CONFIG, layers=layers)
-    params = init_params(config, jax.random.key(1))
-    # Biases that are all 0 would hide one that is left out.
-    params = jax.tree.map(
-        lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape), params
-    )
-    ids, position, segment = packed()
-    at_BX = np.array([[0, 9, 10, 18], [23, 5, 5, 0], [2, 3, 4, 23]])
-
-    @jax.jit
-    def both(params):
-        policy = bind(config, params)
-        whole = policy(ids, position, segment)
-        return whole, policy.hidden_at(ids, position, segment, jnp.asarray(at_BX))
-
-    whole_BLD, few_BXD = both(params)
-    want = np.take_along_axis(np.asarray(whole_BLD), at_BX[..., None], axis=1)
-    np.testing.assert_allclose(few_BXD, want, atol=2e-5)
-    assert np.abs(want).max() > 0.5
-
-
 @pytest.mark.parametrize("remat", ["dots", "full"])
 def test_what_the_backward_pass_keeps_changes_no_gradient(remat):
     params = init_params(CONFIG, jax.random.key(2))

@@ -13,6 +13,7 @@ from zest_jax.errors import UserError
 from zest_jax.models import PolicyConfig
 from zest_jax.rollout.engine import Engine
 from zest_jax.rollout.protocols import (
+    ANSWER,
     PLAIN_PROPOSER,
     PLAIN_SEARCH,
     PROTOCOLS,
@@ -82,7 +83,7 @@ def test_a_protocol_is_found_by_its_name():
     with pytest.raises(UserError, match="no protocol 'none'; there are .*search_r1"):
         find("none")
     with pytest.raises(ValueError, match="two protocols named search_r1"):
-        register(Protocol("search_r1", "", (("a", SEARCH),)))
+        register(Protocol("search_r1", "", (("a", ANSWER),)))
 
 
 def test_the_shipped_policy_was_trained_on_these_texts():
@@ -209,4 +210,4 @@ def test_what_does_not_fit_a_protocol_is_refused(overrides, said):
 
 def test_several_queries_need_a_call():
     with pytest.raises(ValueError, match="one query, or several in a JSON call"):
-        module.Protocol("p", "", (("a", SEARCH),), most_queries=2)
+        module.Protocol("p", "", (("a", SEARCH), ("b", ANSWER)), most_queries=2)

@@ -228,9 +228,19 @@ def policy_folder(name: str) -> str:
 
 
 def end_ids(generation: dict[str, Any]) -> list[int]:
-    """The end tokens that a generation_config.json names: none, one or several."""
+    """The end tokens that a generation_config.json names: none, one or several.
+
+    Raises:
+      UserError: what it names is no token id.
+    """
     ends = generation.get("eos_token_id")
-    return ends if isinstance(ends, list) else [] if ends is None else [ends]
+    ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    if not all(isinstance(end, int) and not isinstance(end, bool) and end >= 0 for end in ends):
+        raise UserError(
+            f"the policy's generation_config.json names {ends!r} as eos_token_id; expected one or "
+            "several token ids."
+        )
+    return ends
 
 
 def protocol(name: str) -> Protocol:

@@ -229,11 +229,6 @@ def check_protocols(config: Any) -> None:
         del given["proposer"]
     for role, parts in given.items():
         protocol = find(config[role].protocol)
-        if role == "proposer" and protocol.kind(SEARCH) and not config.proposer.searches:
-            raise UserError(
-                f"protocol {protocol.name} searches; set proposer.searches, and "
-                "proposer.observation_length for what a search brings."
-            )
         if protocol.special and not config.policy.chat:
             raise UserError(
                 f"protocol {protocol.name} is written in the turns of a chat; set policy.chat=True."
@@ -243,6 +238,11 @@ def check_protocols(config: Any) -> None:
                 f"config field {role}.protocol={protocol.name} asks for "
                 f"{', '.join(sorted(set(protocol.placeholders) - parts))}, and a {role} of this "
                 f"method is given {' and '.join(sorted(parts))} only."
+            )
+        if role == "proposer" and protocol.kind(SEARCH) and not config.proposer.searches:
+            raise UserError(
+                f"protocol {protocol.name} searches; set proposer.searches, and "
+                "proposer.observation_length for what a search brings."
             )
         most = {
             "searches": protocol.most_searches,

@@ -42,12 +42,6 @@ def target_log_probs(
         remat=remat,
     )
     hidden_RXD = jnp.take_along_axis(hidden_RLD, micro.at_MRX[..., None], axis=1)
-    return _at_head(policy, hidden_RXD, micro, temperature)
-
-
-def _at_head(
-    policy: Policy, hidden_RXD: jax.Array, micro: Packed, temperature: float
-) -> tuple[jax.Array, jax.Array]:
     tied = policy.config.tied
     weight = policy.embed_VD[...] if tied else policy.head_DV[...]
     return head_log_probs(
@@ -75,14 +69,7 @@ def sequence_log_likelihood(
 
     def add(i, totals):
         micro = jax.tree.map(lambda x: x[i], as_rows(packed))
-        hidden_RXD = policy.hidden_at(
-            micro.ids_MRL,
-            micro.position_MRL,
-            micro.segment_MRL,
-            micro.at_MRX,
-            most_segments=micro.segments,
-        )
-        logp_RX, _ = _at_head(policy, hidden_RXD, micro, 1.0)
+        logp_RX, _ = target_log_probs(policy, micro)
         weight_RX = micro.mask_MRX.astype(jnp.float32)
         owner = micro.owner_MRX.reshape(-1)
         return (

@@ -123,7 +123,6 @@ class Block(nnx.Module):
         x_BLD: jax.Array,
         rope: tuple[jax.Array, jax.Array],
         attend: Attend,
-        at_BX: jax.Array | None = None,
     ) -> tuple[jax.Array, Any]:
         """Applies the layer; `attend` decides what the queries look at (a sequence or a cache).
 
@@ -131,27 +130,17 @@ class Block(nnx.Module):
           x_BLD: the residual.
           rope: cosines and sines of every token.
           attend: queries, keys, values -> output, and what to keep.
-          at_BX: tokens whose new residual is wanted; None for all. The others give keys and values
-            only, and what `attend` is given is X queries beside L keys.
 
         Returns:
-          The new residual [B, L or X, D] (float32), and whatever `attend` keeps (a cache, or None).
+          The new residual [B, L, D] (float32), and whatever `attend` keeps (a cache, or None).
         """
         c = self.config
         B, L, D = x_BLD.shape
         H, J, K = c.heads, c.kv_heads, c.head_dim
         h_BLD = self._norm(x_BLD, self.attention_norm_D)
-        query_rope = rope
-        if at_BX is None:
-            q_NY, k_NY, v_NY = self._project_all(h_BLD, ("q", "k", "v"))
-        else:
-            k_NY, v_NY = self._project(h_BLD, "k"), self._project(h_BLD, "v")
-            x_BLD, h_BLD = _rows(x_BLD, at_BX), _rows(h_BLD, at_BX)
-            query_rope = (_rows(rope[0], at_BX), _rows(rope[1], at_BX))
-            q_NY = self._project(h_BLD, "q")
-        k_BLJK, v_BLJK = k_NY.reshape(B, L, J, K), v_NY.reshape(B, L, J, K)
-        L = x_BLD.shape[1]
+        q_NY, k_NY, v_NY = self._project_all(h_BLD, ("q", "k", "v"))
         q_BLHK = q_NY.reshape(B, L, H, K)
+        k_BLJK, v_BLJK = k_NY.reshape(B, L, J, K), v_NY.reshape(B, L, J, K)
         if c.qkv_bias:
             q_BLHK += self._cast(self.q_bias_HK)
             k_BLJK += self._cast(self.k_bias_JK)
@@ -159,7 +148,7 @@ class Block(nnx.Module):
         if c.qk_norm:
             q_BLHK = rms_norm(q_BLHK, self.q_norm_K[...], c.norm_eps)
             k_BLJK = rms_norm(k_BLJK, self.k_norm_K[...], c.norm_eps)
-        out_BLHK, kept = attend(rotate(q_BLHK, *query_rope), rotate(k_BLJK, *rope), v_BLJK)
+        out_BLHK, kept = attend(rotate(q_BLHK, *rope), rotate(k_BLJK, *rope), v_BLJK)
         return self._finish(x_BLD, out_BLHK.reshape(B, L, H * K)), kept
 
     def decode(
@@ -306,53 +295,6 @@ class Policy(nnx.Module):
         )
         return self._final(x_BLD)
 
-    def hidden_at(
-        self,
-        ids_BL: jax.Array,
-        position_BL: jax.Array,
-        segment_BL: jax.Array,
-        at_BX: jax.Array,
-        *,
-        most_segments: int = MOST_SEGMENTS,
-    ) -> jax.Array:
-        """Hidden states [B, X, D] after the final norm at few tokens, for scoring.
-
-        `self(...)` taken at these tokens, with the last layer's queries and feed-forward computed
-        for them alone. Meant for frozen policies: the layers but the last are copied, which a
-        gradient would do too.
-
-        Args:
-          ids_BL, position_BL, segment_BL, most_segments: as in `__call__`.
-          at_BX: indices into the rows.
-        """
-        rope = self._rope(position_BL)
-        block_def, stacked = nnx.split(self.blocks)
-        first, last = (
-            jax.tree.map(lambda a, cut=cut: a[cut], stacked) for cut in (slice(-1), slice(-1, None))
-        )
-        attend = functools.partial(
-            self._attend, position_BL, segment_BL, most_segments=most_segments
-        )
-
-        def layer(x_BLD: jax.Array, params: Any) -> tuple[jax.Array, None]:
-            return keep_rows_split(nnx.merge(block_def, params)(x_BLD, rope, attend)[0]), None
-
-        def attend_at(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
-            out = attention(
-                q,
-                k,
-                v,
-                query_position_BL=_rows(position_BL, at_BX),
-                key_position_BM=position_BL,
-                query_segment_BL=_rows(segment_BL, at_BX),
-                key_segment_BM=segment_BL,
-            )
-            return out, None
-
-        x_BLD, _ = jax.lax.scan(layer, self._embed(ids_BL), first)
-        block = nnx.merge(block_def, jax.tree.map(lambda a: a[0], last))
-        return self._final(block(x_BLD, rope, attend_at, at_BX)[0])
-
     def unstack(self) -> list[Block]:
         """The layers as separate modules; call it once, outside the decoding loop.
 
@@ -472,12 +414,6 @@ class Policy(nnx.Module):
 def _matrix(target: str) -> str:
     """Name of the parameter: "q" is q_DHK."""
     return "{}_{}{}".format(target, *MATRICES[target])
-
-
-def _rows(x_BL: jax.Array, at_BX: jax.Array) -> jax.Array:
-    """x[b, at[b, x]] for arrays [B, L, ...]; B of 1 stands for any."""
-    index = at_BX.reshape(at_BX.shape + (1,) * (x_BL.ndim - 2))
-    return jnp.take_along_axis(jnp.broadcast_to(x_BL, (len(at_BX), *x_BL.shape[1:])), index, axis=1)
 
 
 @functools.cache

@@ -32,7 +32,7 @@ from zest_jax.retrieval.interface import Passage, PassageRetriever, TextRetrieve
 from zest_jax.retrieval.store import passage_room
 from zest_jax.rollout.engine import Engine
 from zest_jax.rollout.observing import Observed
-from zest_jax.rollout.protocols import Protocol
+from zest_jax.rollout.protocols import SEARCH, Protocol
 from zest_jax.rollout.sampler import Sampler
 from zest_jax.rollout.sampling import Draws
 from zest_jax.rollout.state import DONE, IDLE, SEARCHING, RolloutSpec, State
@@ -426,10 +426,15 @@ class HostSampler(Sampler):
         watch: Watch | None = None,
         every: int = 16,
     ):
+        if spec.searches and protocol.tag(SEARCH) and retriever is None:
+            raise ValueError(f"protocol {protocol.name} searches, and there is no retriever")
         super().__init__(name, config, spec, protocol, tokenizer, None, capacity, traces, eos_ids)
         engine = Engine.build(config, spec, protocol, tokenizer, eos_ids)
         self.driver = HostDriver(name, engine, tokenizer, retriever, top_k, traces, watch, every)
         self._rollout = self.driver.rollout
+
+    def _may_search(self, retriever: Any) -> bool:
+        return True  # the host asks
 
     def __call__(
         self, params: Params, prompts: Sequence[Sequence[int]], key: jax.Array, temperature: float

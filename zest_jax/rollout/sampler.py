@@ -13,7 +13,7 @@ from zest_jax.errors import UserError
 from zest_jax.models import PolicyConfig
 from zest_jax.models.policy import Params
 from zest_jax.rollout.engine import Engine, compiler_options
-from zest_jax.rollout.protocols import ANSWER, Protocol
+from zest_jax.rollout.protocols import ANSWER, SEARCH, Protocol
 from zest_jax.rollout.sampling import Draws
 from zest_jax.rollout.state import RolloutSpec, Searcher
 from zest_jax.rollout.trajectories import Finish, Trajectories
@@ -48,14 +48,19 @@ class Sampler:
         traces: TraceCounter,
         eos_ids: Sequence[int] = (),
     ):
+        if spec.searches and protocol.tag(SEARCH) and not self._may_search(retriever):
+            raise ValueError(f"protocol {protocol.name} searches, and there is no retriever")
         self.spec, self.protocol, self.tokenizer = spec, protocol, tokenizer
         self.capacity = capacity
-        self._retriever = retriever
+        self._retriever, self._vocabulary = retriever, config.vocab_size
         engine = Engine.build(config, spec, protocol, tokenizer, eos_ids)
         self._table = engine.stop_table(tokenizer)
         self._rollout = traces.jit(name, engine.rollout, compiler_options=compiler_options())
         # Of the last call: see `Engine.counters`.
         self.counters: dict[str, float] = {}
+
+    def _may_search(self, retriever: Searcher | None) -> bool:
+        return retriever is not None
 
     def __call__(
         self, params: Params, prompts: Sequence[Sequence[int]], key: jax.Array, temperature: float
@@ -64,7 +69,16 @@ class Sampler:
 
         Raises:
           UserError: a prompt is longer than the spec allows.
+          ValueError: there is no prompt, or an empty one, or an id that the policy has not.
         """
+        if not prompts:
+            raise ValueError("there is no prompt to write on from")
+        vocabulary = self._vocabulary
+        for ids in prompts:
+            if not len(ids):
+                raise ValueError("a prompt has no token: nothing would predict the first one")
+            if min(ids) < 0 or max(ids) >= vocabulary:
+                raise ValueError(f"a prompt has an id outside the policy's 0 to {vocabulary - 1}")
         parts, counted = [], []
         for at in range(0, len(prompts), self.capacity):
             chunk = prompts[at : at + self.capacity]

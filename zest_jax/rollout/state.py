@@ -70,6 +70,16 @@ class RolloutSpec:
     cache_stages: int = 1
     truncation: Truncation = Truncation()
 
+    def __post_init__(self):
+        least = {"slots": 1, "prompt_length": 1, "action_length": 1, "observation_length": 0}
+        least |= {"searches": 0, "query_length": 1, "queries": 1, "response_length": 0}
+        least |= {"block_slots": 1, "block_tokens": 1, "cache_stages": 1}
+        for name, limit in least.items():
+            if getattr(self, name) < limit:
+                raise ValueError(f"{name} is {limit} or more, not {getattr(self, name)}")
+        if not 0.0 <= self.wait_fraction <= 1.0:
+            raise ValueError(f"wait_fraction lies in [0, 1], not {self.wait_fraction}")
+
     @property
     def length(self) -> int:
         """Longest possible episode, L."""

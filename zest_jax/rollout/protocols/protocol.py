@@ -9,7 +9,7 @@ import dataclasses
 import json
 import re
 import string
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from zest_jax.errors import UserError
@@ -98,10 +98,44 @@ class Protocol:
     limits: Limits = Limits()
 
     def __post_init__(self):
+        for problem in self._problems():
+            raise ValueError(f"protocol {self.name}: {problem}")
         if self.most_queries < 1 or (self.most_queries > 1 and self.call is None):
             raise ValueError(
                 f"protocol {self.name}: an action has one query, or several in a JSON call"
             )
+
+    def _problems(self) -> Iterator[str]:
+        """What no rollout could work with, in words."""
+        tags, effects = [tag for tag, _ in self.actions], [effect for _, effect in self.actions]
+        if not self.actions or effects.count(ANSWER) != 1:
+            yield "exactly one action ends the episode (ANSWER)"
+        if effects.count(SEARCH) > 1:
+            yield "one action at the most searches: a rollout asks one retriever"
+        if unknown := set(effects) - {SEARCH, ANSWER}:
+            yield f"an action searches or answers; {sorted(unknown)} is neither"
+        if len(set(tags)) < len(tags):
+            yield "two actions have the same tag"
+        for tag in (*tags, *self.thought):
+            if not re.fullmatch(r"[A-Za-z_][\w-]*", tag):
+                yield f"{tag!r} is no name of a tag"
+        allowed = {
+            "observation": {"passages"},
+            "result": {"passages"},
+            "passage": {"title", "text", "rank"},
+        }
+        for part in ("prompt", *allowed):
+            try:
+                names = [name for _, name, _, _ in string.Formatter().parse(getattr(self, part))]
+            except ValueError as error:
+                yield f"its {part} has a brace that opens no name ({error}); write {{{{ or }}}}"
+                continue
+            for name in names:
+                if name is not None and not re.fullmatch(r"[A-Za-z_]\w*", name):
+                    yield f"its {part} has {{{name}}}, which is no name; write {{{{ for a brace"
+                if name and part in allowed and name not in allowed[part]:
+                    some = ", ".join(sorted(allowed[part]))
+                    yield f"its {part} has {{{name}}}; there is only {some}"
 
     @property
     def opening(self) -> list[bytes]:
