@@ -1,5 +1,6 @@
 """EviBack's fallback over a step's rollouts, with judges written by hand."""
 
+import dataclasses
 import json
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ from zest_jax.fallback import EvidenceFallback
 from zest_jax.rollout import trajectories
 from zest_jax.rollout.protocols import PLAIN_SEARCH
 from zest_jax.tasks.types import Passage, Task
-from zest_jax.teachers.evidence import EvidenceTeacher, Rule, Status, Verdict
+from zest_jax.teachers.evidence import EvidenceTeacher, Rule, Stage, Status, Verdict
 from zest_jax.teachers.interface import Failure
 from zest_jax.teachers.recorded import ScriptedTeacher
 
@@ -102,14 +103,25 @@ def test_a_silent_teacher_pays_nothing_and_is_counted():
     judge = EvidenceTeacher(teacher).judge
     searching = [1] * 4 + [0] * 4
     paid = pay(judge, [0] * G, searching=searching, config=config, teacher=teacher)
-    assert not paid.reward_N.any() and set(paid.scale_N) == {0.1}
+    assert not paid.reward_N.any() and set(paid.scale_N) == {1.0}
     assert paid.notes["teacher/unanswered"] == 1 and paid.notes["teacher/asked"] == 4
+    assert paid.notes["teacher/groups_left_out"] == 1
     config.teacher.most_unanswered = 0.5
     with pytest.raises(UserError, match="unanswered"):
-        for _ in range(9):  # the questions differ by their evidence: nothing is repeated
-            teacher.counts.asked += 20
-            teacher.counts.failed["timeout"] += 20
-            pay(judge, [0] * G, searching=searching, config=config, teacher=teacher)
+        pay(judge, [0] * 2 * G, config=config, teacher=teacher)
+
+
+def test_a_group_with_one_silence_is_left_at_its_zeros():
+    silent = Stage(failure=Failure.TIMEOUT)
+
+    def judge(cases):
+        made = [verdict(case, True, 1.0) for case in cases]
+        made[G + 2] = dataclasses.replace(verdict(cases[G + 2], False, 0), stage_a=silent)
+        return made
+
+    paid = pay(judge, [0] * 2 * G)
+    assert (paid.reward_N[:G] == 0.2).all() and not paid.reward_N[G:].any()
+    assert paid.notes["teacher/groups_left_out"] == 0.5
 
 
 def test_nothing_is_asked_where_somebody_is_right_everywhere():

@@ -97,8 +97,10 @@ class EvidenceFallback:
           turns: the policy's words by turn, of each rollout.
           reward_N: exact match, already 0 where a rollout is ill-formed.
 
+        A group of which the teacher leaves a rollout unanswered keeps its zeros.
+
         Raises:
-          UserError: more stayed unanswered than `teacher.most_unanswered` allows.
+          UserError: more of the step stayed unanswered than `teacher.most_unanswered` allows.
         """
         f, group = self.config.fallback, len(answers) // max(len(tasks), 1)
         protocol = self.parts.solver_sampler.protocol
@@ -111,13 +113,19 @@ class EvidenceFallback:
             for g in open_
             for n in range(g * group, (g + 1) * group)
         ]
+        before = None if self.teacher is None else self.teacher.counts.copy()
         verdicts = self.judge(cases)
-        if self.teacher is not None:
-            check_answered(self.teacher.counts, self.config.teacher.most_unanswered, asked=20)
+        if self.teacher is not None and before is not None:
+            # Of this step alone: a teacher that dies late must not hide behind its good days.
+            now = self.teacher.counts.since(before)
+            check_answered(now, self.config.teacher.most_unanswered, asked=8)
         reward_N, scale_N = np.array(reward_N, np.float64), np.ones(len(reward_N))
         for at, g in enumerate(open_):
             of = slice(g * group, (g + 1) * group)
-            supported_G, f1_G = arrays(verdicts[at * group : (at + 1) * group])
+            own = verdicts[at * group : (at + 1) * group]
+            if any(verdict.unanswered for verdict in own):
+                continue  # a rollout must not be paid less because nobody answered about it
+            supported_G, f1_G = arrays(own)
             allowed_G = np.array(
                 [formed[n] and bool((answers[n] or "").strip()) for n in range(of.start, of.stop)]
             )
@@ -140,6 +148,12 @@ class EvidenceFallback:
             rounds.append(Round(query, found))
         return Case(task.question, task.answers, tuple(rounds), f"{task.id}/{n}")
 
+    def _left_out(self, verdicts: Sequence[Verdict], open_: int) -> int:
+        """All-zero groups that stay unpaid since some verdict of theirs is missing."""
+        group = len(verdicts) // max(open_, 1)
+        parts = [verdicts[at * group : (at + 1) * group] for at in range(open_)]
+        return sum(any(verdict.unanswered for verdict in part) for part in parts)
+
     def _notes(
         self, verdicts: Sequence[Verdict], open_: int, groups: int, formed: Sequence[bool]
     ) -> dict[str, float]:
@@ -148,6 +162,7 @@ class EvidenceFallback:
             "teacher/all_zero_groups": open_ / max(groups, 1),
             "teacher/asked": float(told["asked"]),
             "teacher/unanswered": told["unanswered_share"],
+            "teacher/groups_left_out": self._left_out(verdicts, open_) / max(groups, 1),
             "teacher/supported": float(np.mean([v.supported for v in verdicts] or [False])),
             "solver/well_formed": float(np.mean(formed)),
         }
