@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zest_jax.errors import UserError
+from zest_jax.retrieval import exact_triton
 from zest_jax.retrieval.interface import Found
 
 CHUNK = 262_144
@@ -125,6 +126,41 @@ def exact_search(
     if valid is None:
         return best
     return jnp.where(best[1] > -jnp.inf, best[0], -1), best[1]
+
+
+def fused(index_NE: Vectors) -> bool:
+    """Whether `fused_search` takes these vectors here: on an NVIDIA GPU whose kernel passed its
+    test, of 16 or 8 bits, and enough of them."""
+    small = isinstance(index_NE, Int8Rows) or index_NE.dtype in (jnp.bfloat16, jnp.float16)
+    return small and exact_triton.fits(*index_NE.shape) and exact_triton.usable()[0]
+
+
+def fused_search(
+    index_NE: Vectors,
+    query_SE: jax.Array,
+    retrieved: int,
+    exact_NE: jax.Array | None = None,
+    *,
+    valid: jax.Array | int | None = None,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """`exact_search` by the kernel of `exact_triton`, on NVIDIA GPUs; jittable.
+
+    Args:
+      index_NE, query_SE, retrieved, valid: as of `exact_search`.
+      exact_NE: what candidates of 8-bit codes are scored with again; None for the codes.
+      interpret: try the kernel on any machine, slowly.
+    """
+    if isinstance(index_NE, Int8Rows):
+        codes, scales = index_NE.code_NE, index_NE.scale_N
+        row_SK = exact_triton.candidates(
+            codes, query_SE, retrieved, scales, valid, interpret=interpret
+        )
+        return rescore(index_NE if exact_NE is None else exact_NE, query_SE, row_SK, retrieved)
+    row_SK = exact_triton.candidates(
+        index_NE, query_SE, retrieved, valid=valid, interpret=interpret
+    )
+    return rescore(index_NE, query_SE.astype(index_NE.dtype), row_SK, retrieved)
 
 
 def rescore(
@@ -327,6 +363,9 @@ class ExactIndex:
         self, part: Any, query_BE: jax.Array, top_k: int, valid: Any = None
     ) -> tuple[jax.Array, jax.Array]:
         """Searches the rows of one device."""
+        index, exact = (part, None) if self.exact_NE is None else part
+        if self.recall_target is None and fused(index):
+            return fused_search(index, query_BE, top_k, exact, valid=valid)
         options: dict[str, Any] = {"recall_target": self.recall_target, "valid": valid}
         if self.exact_NE is None:
             return exact_search(part, query_BE, top_k, **options)
