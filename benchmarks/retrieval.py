@@ -3,6 +3,7 @@
     python -m benchmarks.retrieval --vectors=1000000,10000000,21015324 --dimension=768   on one GPU
     python -m benchmarks.retrieval                        100,000 x 384, as for a CPU
     python -m benchmarks.retrieval --file=vectors.npy     real embeddings
+    python -m benchmarks.retrieval --device_vectors --vectors=21015324 --dimension=768   one GPU
 
 Synthetic vectors are a mixture of N / 50 Gaussians: a centre with components N(0, 1), and around it
 0.7 N(0, 1) in every component, brought to length 1. Queries are vectors of the corpus with noise of
@@ -10,6 +11,10 @@ a quarter of their length. Of real embeddings 1,024 are left out as queries. Vec
 clusters would be hopeless for any tree, and no text encoder makes such.
 
 Recall is against exact search in float32. Bytes are those of all arrays per vector.
+
+With `--device_vectors` the vectors are made on the device, for exact engines only: recall is then
+against the plain product in XLA. `roof_ms` is the longer of reading the index once (4.8 TB/s, the
+H200's) and of its products (790 TFLOP/s in bfloat16, twice that in 8 bits).
 """
 
 import functools
@@ -22,12 +27,13 @@ from benchmarks import harness
 
 COLUMNS = (
     *("engine", "vectors", "batch", "leaves", "searched", "recall@10", "recall@3", "median_ms"),
-    *("queries_per_s", "bytes_per_vector", "build_s", "failed"),
+    *("roof_ms", "queries_per_s", "bytes_per_vector", "build_s", "failed"),
 )
 ENGINES = (
     *("exact float32", "exact bfloat16", "exact int8", "partitioned bfloat16", "partitioned int8"),
     *("partitioned int4", "scann"),
 )
+ON_DEVICE = ("exact bfloat16", "exact int8", "exact int8 reordered", "xla bfloat16")
 TOP_K = 10
 _PART = 65_536  # vectors made at a time
 
@@ -111,8 +117,81 @@ def make(case: dict[str, Any], vector_NE: Any) -> tuple[Any, float | None]:
     return index, sum(x.nbytes for x in jax.tree.leaves(index)) / index.size
 
 
+def on_device(case: dict[str, Any]) -> dict[str, Any]:
+    """All batch sizes of one exact index whose vectors are made on the device."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from zest_jax.retrieval import exact_triton
+    from zest_jax.retrieval.exact import ExactIndex, exact_search, quantise_rows
+
+    N, E = case["vectors"], case["dimension"]
+    centre_CE = jax.random.normal(jax.random.key(0), (max(1, N // 50), E), jnp.bfloat16)
+    part = min(_PART, N)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def fill(vector_NE: Any, first: Any, key: Any) -> Any:
+        one, other = jax.random.split(key)
+        own_RE = centre_CE[jax.random.randint(one, (part,), 0, len(centre_CE))]
+        own_RE = own_RE.astype(jnp.float32) + 0.7 * jax.random.normal(other, (part, E))
+        own_RE /= jnp.linalg.norm(own_RE, axis=1, keepdims=True)
+        return jax.lax.dynamic_update_slice_in_dim(
+            vector_NE, own_RE.astype(vector_NE.dtype), first, 0
+        )
+
+    vector_NE = jnp.zeros((N, E), jnp.bfloat16)
+    for at in range(0, N, part):
+        vector_NE = fill(vector_NE, min(at, N - part), jax.random.fold_in(jax.random.key(1), at))
+    chosen = jax.random.randint(jax.random.key(2), (512,), 0, N)
+    noise_BE = jax.random.normal(jax.random.key(3), (512, E))
+    query_BE = vector_NE[chosen].astype(jnp.float32)
+    query_BE += 0.25 * noise_BE / jnp.linalg.norm(noise_BE, axis=1, keepdims=True)
+    query_BE /= jnp.linalg.norm(query_BE, axis=1, keepdims=True)
+    top_k = case["top_k"]
+    plain = jax.jit(lambda v, q: exact_search(v, q, top_k))
+    truth = np.asarray(plain(vector_NE, query_BE[:256])[0])
+    engine = case["engine"]
+    index: Any = vector_NE
+    if engine == "exact bfloat16":
+        index = ExactIndex(vector_NE)
+    elif engine.startswith("exact int8"):
+        index = ExactIndex(
+            jax.jit(quantise_rows)(vector_NE), vector_NE if "reordered" in engine else None
+        )
+        if index.exact_NE is None:
+            del vector_NE
+    search = plain
+    if isinstance(index, ExactIndex):
+        search = jax.jit(lambda index, q: index.search_in_jit(q, top_k))
+    stored = sum(x.nbytes for x in jax.tree.leaves(index))
+    found = np.asarray(search(index, query_BE[:256])[0])
+    int8 = "int8" in engine
+    rows = []
+    for batch in case["batches"]:
+        queries = query_BE[:batch]
+        run = functools.partial(lambda q: jax.block_until_ready(search(index, q)), queries)
+        timed = harness.seconds(run, case["steps"])
+        peak = harness.PEAK_TFLOPS["H200"] * 1e12 * (2 if int8 else 1)
+        read = N * E * (1 if int8 else 2) / 4.8e12
+        rows.append(
+            {
+                "batch": batch,
+                "recall@3": _recall(found, truth, 3) if top_k >= 3 else None,
+                "median_ms": 1e3 * timed["median_s"],
+                "roof_ms": 1e3 * max(read, 2 * N * E * batch / peak),
+                "queries_per_s": batch / timed["median_s"],
+                "bytes_per_vector": stored / N,
+                "kernel": exact_triton.usable()[1],
+            }
+        )
+    return {"results": rows, **harness.machine()}
+
+
 def measure(case: dict[str, Any]) -> dict[str, Any]:
     """All batch sizes and numbers of leaves of one index, in this process."""
+    if case["device_vectors"]:
+        return on_device(case)
     import jax
     import numpy as np
 
@@ -200,7 +279,9 @@ def main() -> None:
     p.add_argument("--searched", default="0.03,0.1", help="shares of the leaves to search")
     p.add_argument("--soar_lambda", type=float, default=None)
     p.add_argument("--reorder", type=int, default=200, help="candidates scored again")
-    p.add_argument("--engines", default=",".join(ENGINES))
+    p.add_argument("--engines", default="", help="default: all that go with the vectors")
+    p.add_argument("--top_k", type=int, default=3, help="with --device_vectors")
+    p.add_argument("--device_vectors", action="store_true", help="made on the device; exact only")
     p.add_argument("--timeout", type=int, default=1800, help="seconds for one engine")
     a = p.parse_args()
     if a.case:
@@ -222,8 +303,11 @@ def main() -> None:
                 "reorder": a.reorder,
                 "steps": a.steps,
                 "truth": f"{folder}/{size}.npy",
+                "device_vectors": a.device_vectors,
+                "top_k": a.top_k,
             }
-            for engine in a.engines.split(","):
+            engines = a.engines or ",".join(ON_DEVICE if a.device_vectors else ENGINES)
+            for engine in engines.split(","):
                 done = harness.run_case(
                     "benchmarks.retrieval", {"engine": engine, **shape}, timeout=a.timeout
                 )

@@ -13,6 +13,7 @@ Shape letters: N vectors, E components, S queries, G blocks of vectors, R retrie
 import dataclasses
 import functools
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -40,11 +41,11 @@ class Tile:
 
 
 FEW = Tile(vectors=128, queries=16, components=128, warps=4, stages=4)
-MANY = Tile()
-MANY_INT8 = Tile(components=128)
+MANY = Tile(queries=128, warps=4)
+MANY_INT8 = Tile(queries=128, components=128, warps=4)
 LEAST_VECTORS = 65_536  # fewer are as fast in a plain product
 _SPARE = 2  # blocks beyond R: the kernel's sums and those of the second scoring round apart
-_SPARE_INT8 = 13
+_SPARE_INT8 = 5
 _SUPER = 64  # blocks of a second level, so that no long row is sorted
 _LEAST_QUERIES = 16  # of a matrix product on tensor cores
 
@@ -187,13 +188,14 @@ def candidates(
 def usable() -> tuple[bool, str]:
     """Whether the kernel may be used in this process, and why: it is tried against a product.
 
-    Concrete even where a caller is being traced. What was chosen is logged once.
+    What was chosen is logged once.
     """
     if jax.default_backend() != "gpu":
         return False, f"exact search: a product in XLA (there is no kernel for a {_back_end()})"
     try:
-        with jax.ensure_compile_time_eval():
-            wrong = _worst()
+        # A caller may be being traced, which is a matter of its thread: the test has its own.
+        with ThreadPoolExecutor(1) as other:
+            wrong = other.submit(_worst).result()
     except Exception as error:  # whatever the compiler of this machine says
         return _told(False, f"a product in XLA (the kernel did not run: {error})"[:300])
     if wrong:
