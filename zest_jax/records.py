@@ -20,6 +20,9 @@ from zest_jax.tasks.proposals import answer_in_source
 from zest_jax.tasks.seeds import Proposal
 from zest_jax.tasks.types import Task
 
+# Mean probability of an answer's tokens (geometric) above which a context counts as enough.
+ANSWERABLE = 0.5
+
 
 def proposer_metrics(
     proposed: Sequence[Proposal],
@@ -50,7 +53,9 @@ def proposer_metrics(
         for hops in np.unique(hops_B):
             record[f"proposer/{name}_hop{hops}"] = _mean(column_B[hops_B == hops])
     for c, name in enumerate(context_names(valid_BC.shape[1] - 4)):
-        record[f"proposer/loglik_{name}"] = _mean(per_row["loglik_BC"][:, c][valid_BC[:, c]])
+        scored = per_row["loglik_BC"][:, c][valid_BC[:, c]]
+        record[f"proposer/loglik_{name}"] = _mean(scored)
+        record[f"proposer/answerable_{name}"] = _mean(np.exp(scored) > ANSWERABLE)
     questions = [p.written.question for p in proposed if p.passed]
     multi_B = hops_B > 1
     record |= {

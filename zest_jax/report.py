@@ -102,6 +102,11 @@ CHARTS = (
         "of the frozen anchor, per answer token",
     ),
     Chart(
+        "Answerable by context",
+        ("proposer/answerable_*",),
+        "share of the questions that the anchor answers from it; of a shortcut, the lower the better",
+    ),
+    Chart(
         "Zero-search rate",
         (
             "solver/zero_search",
