@@ -104,7 +104,7 @@ CHARTS = (
     Chart(
         "Answerable by context",
         ("proposer/answerable_*",),
-        "share of the questions that the anchor answers from it; of a shortcut, the lower the better",
+        "share of the questions that the anchor answers from it; low is good for a shortcut",
     ),
     Chart(
         "Zero-search rate",
