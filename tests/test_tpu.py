@@ -27,6 +27,9 @@ pytestmark = [
 ]
 ROLLOUTS = [f"rollout/{chip}" for chip in tpu.SLICES]
 ATTENTION = [f"attention/{chip}" for chip in tpu.SLICES]
+# The largest policy on each chip; ZEST_TPU_ALL=1 has the smaller ones as well (ten minutes more).
+ALL = bool(os.environ.get("ZEST_TPU_ALL"))
+STEPS = [name for name in tpu.STEPS if ALL or name.endswith("/7B")]
 # Two compilers side by side, each with about half of the work.
 BATCHES = (
     ["rollout/v5e", "rollout/v6e", "v5e/7B", "v6e/7B", "v6e/3B", "v6e/0.5B"],
@@ -45,7 +48,8 @@ def compiled(tmp_path_factory):
     path = [str(root), str(root / "tests"), os.environ.get("PYTHONPATH", "")]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path))}
     running = []
-    for i, names in enumerate(BATCHES):
+    for i, batch in enumerate(BATCHES):
+        names = [n for n in batch if n in STEPS or n not in tpu.STEPS]
         output, errors = (open(folder / f"{i}.{kind}", "w+") for kind in ("out", "err"))
         command = [sys.executable, str(root / "tests" / "tpu.py"), *names]
         running.append((subprocess.Popen(command, env=env, stdout=output, stderr=errors), output))
@@ -80,8 +84,8 @@ def test_attention_exchanges_nothing_where_heads_divide(compiled, name):
 
 @pytest.mark.parametrize("name", ROLLOUTS)
 def test_a_whole_search_rollout_fits_and_never_turns_to_the_host(compiled, name):
-    """With the index of all of Wikipedia in it: vectors and the passages' ids. Where chips have
-    more memory than v5e's, the policy has fewer layers, to save time (`--full-effort` has all)."""
+    """With the index of all of Wikipedia in it: vectors and the passages' ids. The policy has few
+    layers, to save time; `tests/tpu.py --full-effort` has all."""
     result, chip = compiled[name], name.split("/")[1]
     devices = math.prod(result["mesh"].values())
     assert devices == (4 if chip == "v5p" else 8)
@@ -93,7 +97,7 @@ def test_a_whole_search_rollout_fits_and_never_turns_to_the_host(compiled, name)
     assert max(map(elements, result["collectives"])) < tpu.PASSAGES / devices * 768 / 100
 
 
-@pytest.mark.parametrize("name", tpu.STEPS)
+@pytest.mark.parametrize("name", STEPS)
 def test_training_step_fits(compiled, name):
     result = compiled[name]
     chip, model = name.split("/")
@@ -113,7 +117,7 @@ def test_training_step_fits(compiled, name):
     assert result["aliased"] >= 0.999 * state, "the state is not donated"
 
 
-@pytest.mark.parametrize("name", tpu.STEPS)
+@pytest.mark.parametrize("name", STEPS)
 def test_the_memory_plan_agrees_with_the_compiler(compiled, name):
     """With its buffer assignment, that is: the temporaries of `memory_analysis`, which the test
     above takes for safety's sake, are up to 1.6 times what is assigned."""
@@ -132,7 +136,7 @@ def test_the_memory_plan_agrees_with_the_compiler(compiled, name):
     assert plan.peak == pytest.approx(result["assigned"], rel=0.15)
 
 
-@pytest.mark.parametrize("name", tpu.STEPS)
+@pytest.mark.parametrize("name", STEPS)
 def test_training_step_gathers_one_layer_and_scatters_gradients(compiled, name):
     result = compiled[name]
     vocabulary, width, _, heads, _, head_dim, mlp_width, _ = tpu.MODELS[name.split("/")[1]]

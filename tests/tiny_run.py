@@ -1,10 +1,13 @@
 """Whole runs of the real programs, in processes of their own, small enough for tests."""
 
+import contextlib
 import dataclasses
+import fcntl
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
 
@@ -32,8 +35,18 @@ class Place:
 
     @property
     def world(self) -> Path:
-        folder = self.folder / "world"
-        return folder if folder.exists() else write_world(folder)
+        return self.folder / "world"
+
+    def make_world(self) -> None:
+        if not self.world.exists():
+            write_world(self.world)
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """While one worker of the suite is within, the others wait."""
+        with (self.folder / "lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
 
     def arguments(self, workdir: Path, *more: str, config: str = CONFIG) -> list[str]:
         """Flags of `zest_jax.train`; later ones win."""
