@@ -113,6 +113,9 @@ def get_config() -> ConfigDict:
     c.solver_reward.retrieval_score = 0.0  # search_r1_format: the right answer was retrieved
     c.solver_reward.tool_form = "T1"  # tool_aware: T1, T2 or T3
     c.solver_reward.tool_cost = 0.3  # tool_aware: coefficient c
+    c.solver_reward.tool_limit = (
+        False  # tool_aware: M of T1 is the turn limit, not the group's most
+    )
     c.solver_reward.tool_scale = 4  # tool_aware: K of T2, in searches
     c.solver_reward.waypoint_alpha = 0.3  # waypoint: most that a wrong answer can earn
 

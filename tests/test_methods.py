@@ -85,7 +85,7 @@ def test_dr_zero(place, tmp_path):
     (made,) = of(records, "generate")
     assert made["generate/tasks"] >= 4
     task = json.loads((tmp_path / "run" / "tasks" / "iteration_0.jsonl").read_text().split("\n")[0])
-    assert task["probe"] == "anchor" and task["source_id"] and task["iteration"] == 0
+    assert task["probe"] == "anchor@0" and task["source_id"] and task["iteration"] == 0
 
 
 def test_ssp_and_its_replay_pool_outlive_a_kill(place, tmp_path):

@@ -361,6 +361,11 @@ def test_likelihood_gain_reward_and_advantage_by_hand(proposer_step, seed):
     advantage_B = advantages_by_hand(rewards, HOPS)
     assert advantage_B[5] == 0, "the only chain of three hops has nothing to be compared with"
     np.testing.assert_allclose(per_row["advantage"], advantage_B, atol=1e-3)
+    # A frozen proposer is scored alike.
+    score = jax.jit(lambda a, b: updates.proposer_score(config, HRPO, dr_free, a, b))
+    scored = score(anchor, batch)
+    for name, value in scored.items():
+        np.testing.assert_allclose(value, per_row[name], atol=1e-5, err_msg=name)
     # The update is the policy's own with these advantages.
     want, want_metrics = policy_update(
         config, SPEC, SPEC.init(params), batch.proposals, per_row["advantage"]

@@ -135,6 +135,7 @@ def check_fields(config: Any) -> None:
             )
     check_protocols(config)
     check_schedule(config)
+    check_options(config)
     if config.policy.system and not config.policy.chat:
         raise UserError(
             "config field policy.system is part of a chat template; set policy.chat=True as well, "
@@ -168,6 +169,53 @@ def check_parts(config: Any) -> None:
     weights = config.source.hop_weights
     if not weights or any(w < 0 for w in weights) or not sum(weights):
         raise UserError("config field source.hop_weights holds weights of 1, 2, … hops, e.g. 4,3.")
+
+
+def check_options(config: Any) -> None:
+    """Refuses options of parts that mean nothing.
+
+    Raises:
+      UserError: the first field that is off, and what it may be.
+    """
+    r = config.solver_reward
+    t3 = r.tool_form == "T3"
+    if not (r.tool_cost > 0 if t3 else 0 <= r.tool_cost < 1):
+        raise UserError(
+            f"config field solver_reward.tool_cost={r.tool_cost} must be "
+            + ("above 0 for T3." if t3 else "in [0, 1): a right answer must stay worth more.")
+        )
+    shares = {
+        "solver_reward.waypoint_alpha": r.waypoint_alpha,
+        "solver_reward.structure_score": r.structure_score,
+        "solver_reward.answer_score": r.answer_score,
+        "solver_reward.retrieval_score": r.retrieval_score,
+        "refill.most_success": config.refill.most_success,
+        "teacher.most_unanswered": config.teacher.most_unanswered,
+    }
+    for field, value in shares.items():
+        if not 0 <= value <= 1 or (field.endswith("waypoint_alpha") and value == 1):
+            raise UserError(
+                f"config field {field}={value} must lie in [0, 1], waypoint_alpha below 1."
+            )
+    above = {
+        "solver_reward.tool_scale": r.tool_scale,
+        "reward.tau": config.reward.tau,
+        "probe.temperature": config.probe.temperature,
+    }
+    at_least = {
+        f"{role}.{name}": value
+        for role in ("solver", "proposer")
+        for name, value in (
+            ("kl_weight", config[role].kl_weight),
+            ("advantage.eps", config[role].advantage.eps),
+            ("advantage.ddof", config[role].advantage.ddof),
+        )
+    } | {f"fallback.{name}": config.fallback[name] for name in ("beta", "gamma", "lam")}
+    for field, value in (above | at_least).items():
+        good = value > 0 if field in above else value >= 0
+        if not good or value != value or value == float("inf"):
+            wanted = "above 0" if field in above else "0 or more"
+            raise UserError(f"config field {field}={value} must be {wanted}, and finite.")
 
 
 def check_schedule(config: Any) -> None:

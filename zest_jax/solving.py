@@ -97,13 +97,17 @@ class Solving:
         else:
             texts = self.sampler.texts(episodes)
             seen = observations(episodes, self.sampler.tokenizer)
-            protocol = self.sampler.protocol
+            protocol, spoken = self.sampler.protocol, self._turns(episodes)
             formed = np.array(
                 [
                     all(protocol.well_formed(turn) for turn in turns) and answer is not None
-                    for turns, answer in zip(self._turns(episodes), answers, strict=True)
+                    for turns, answer in zip(spoken, answers, strict=True)
                 ]
             )
+            asked = [
+                "\n".join(q for turn in turns for q in protocol.queries(turn) or ())
+                for turns in spoken
+            ]
             for g, (task, each) in enumerate(zip(tasks, outcomes, strict=True)):
                 of = slice(g * group, (g + 1) * group)
                 rewards.append(
@@ -113,6 +117,7 @@ class Solving:
                             outcome=each,
                             texts=tuple(texts[of]),
                             observations=tuple(seen[of]),
+                            queries=tuple(asked[of]),
                             searches_G=np.asarray(episodes.searches_N)[of],
                             well_formed_G=formed[of],
                             path=self._path(task),

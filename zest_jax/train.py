@@ -112,17 +112,17 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
         functools.partial(updates.policy_update, policy, specs["solver"]),
         donate_argnums=0,
     )
+    paid = (
+        assembly.advantage_of(c, "proposer"),
+        functools.partial(proposer_reward, options=c.reward),
+    )
     proposer_update = traces.jit(
         "proposer_update",
-        functools.partial(
-            updates.proposer_update,
-            policy,
-            policy,
-            specs["proposer"],
-            assembly.advantage_of(c, "proposer"),
-            functools.partial(proposer_reward, options=c.reward),
-        ),
+        functools.partial(updates.proposer_update, policy, policy, specs["proposer"], *paid),
         donate_argnums=0,
+    )
+    proposer_score = traces.jit(
+        "proposer_score", functools.partial(updates.proposer_score, policy, *paid)
     )
     advantages = traces.jit("advantages", assembly.advantage_of(c, "solver"))
 
@@ -286,7 +286,8 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
     def update_proposer(
         episodes: Any, proposed: list[Proposal], probed: Probe | None, phase: assembly.Phase
     ) -> tuple[dict[str, float], Any]:
-        """One update from judged proposals: metrics of the step, and its batch."""
+        """One update from judged proposals, unless the proposer is frozen: metrics, and the
+        batch."""
         assert proposing is not None and proposer is not None
         order = np.arange(len(proposed))
         if c.control.shuffle_rewards:
@@ -294,9 +295,13 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
         done = host["phase_step"] / max(phase.steps, 1)
         progress = (phase.iteration + done) / max(c.schedule.iterations, 1)
         batch = proposing.batch(episodes, proposed, probed, progress, order)
-        state[proposer], values, per_row = proposer_update(
-            state[proposer], state["anchor"], batch, frozen, reference()
-        )
+        values: dict[str, Any] = {}
+        if c.proposer.frozen:
+            per_row = proposer_score(state["anchor"], batch, frozen)
+        else:
+            state[proposer], values, per_row = proposer_update(
+                state[proposer], state["anchor"], batch, frozen, reference()
+            )
         values, per_row = jax.device_get((values, per_row))
         record = records.proposer_metrics(proposed, episodes, values, per_row, batch.signals)
         record |= records.rollout_metrics("proposer", proposing.sampler.counters)
@@ -373,7 +378,7 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
         path = workdir.tasks(phase.iteration)
         if host["phase_step"] > 0:  # generated before the phase began
             return list(read_tasks(path))
-        g = c.generation
+        g, probes = c.generation, needs(c.reward, NEEDS_DIFFICULTY)
         seeds = proposing.draw(c.schedule.max_seeds, rng("generation"))
         _, proposed = proposing.propose(
             whole(proposer), seeds, key("generation"), rng("gates"), g.samples, whole("anchor")
@@ -383,7 +388,7 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
             proposed,
             phase.iteration,
             c.schedule.tasks,
-            probe=c.probe.model,
+            probe=f"{c.probe.model if probes else 'anchor'}@{phase.iteration}",
             keep_refused=g.keep_refused,
             most_words=g.most_words,
         )

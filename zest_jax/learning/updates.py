@@ -223,6 +223,33 @@ class ProposalBatch:
     reward_order_B: Array
 
 
+def proposer_score(
+    anchor_config: PolicyConfig,
+    advantage: Callable[[jax.Array, jax.Array], jax.Array],
+    reward: Callable[[Any, jax.Array], Mapping[str, jax.Array]],
+    anchor_params: Params,
+    batch: ProposalBatch,
+    frozen: Params | None = None,
+) -> dict[str, jax.Array]:
+    """Likelihoods of all contexts, reward and advantage of a batch of proposals.
+
+    Args: see `proposer_update`.
+
+    Returns:
+      Per proposal: `loglik_BC`, `advantage`, and whatever `reward` gave.
+    """
+    B, C = batch.signals.valid_BC.shape
+    if batch.contexts is None:
+        loglik_BC = jnp.zeros((B, C), jnp.float32)
+    else:
+        loglik_BC = sequence_log_likelihood(
+            anchor_config, join(frozen, anchor_params), batch.contexts, B * C
+        ).reshape(B, C)
+    parts = dict(reward(batch.signals, loglik_BC))
+    advantage_B = advantage(parts["reward"][batch.reward_order_B], batch.group_B)
+    return parts | {"loglik_BC": loglik_BC, "advantage": advantage_B}
+
+
 def proposer_update(
     config: PolicyConfig,
     anchor_config: PolicyConfig,
@@ -251,22 +278,13 @@ def proposer_update(
       reference: see `policy_update`.
 
     Returns:
-      The new state, the update's metrics, and per proposal: `loglik_BC`, `advantage`, and whatever
-      `reward` gave.
+      The new state, the update's metrics, and what `proposer_score` gives.
     """
-    B, C = batch.signals.valid_BC.shape
-    if batch.contexts is None:
-        loglik_BC = jnp.zeros((B, C), jnp.float32)
-    else:
-        loglik_BC = sequence_log_likelihood(
-            anchor_config, join(frozen, anchor_params), batch.contexts, B * C
-        ).reshape(B, C)
-    parts = dict(reward(batch.signals, loglik_BC))
-    advantage_B = advantage(parts["reward"][batch.reward_order_B], batch.group_B)
+    per_row = proposer_score(anchor_config, advantage, reward, anchor_params, batch, frozen)
     state, metrics = policy_update(
-        config, spec, state, batch.proposals, advantage_B, frozen, reference
+        config, spec, state, batch.proposals, per_row["advantage"], frozen, reference
     )
-    return state, metrics, parts | {"loglik_BC": loglik_BC, "advantage": advantage_B}
+    return state, metrics, per_row
 
 
 def _step(

@@ -29,6 +29,7 @@ class Group:
       outcome: y, F1 and whether anything was answered.
       texts: everything after the prompt, of each rollout.
       observations: what its searches brought, of each rollout.
+      queries: what it searched for, of each rollout, one a line.
       searches_G: searches of each rollout. int [G].
       well_formed_G: every turn of the rollout keeps to its protocol's grammar. bool [G].
       path: names of each entity of the chain behind the question, in order; () where unknown.
@@ -39,6 +40,7 @@ class Group:
     outcome: Outcome
     texts: tuple[str, ...]
     observations: tuple[str, ...]
+    queries: tuple[str, ...]
     searches_G: np.ndarray
     well_formed_G: np.ndarray
     path: tuple[tuple[str, ...], ...] = ()
@@ -100,6 +102,7 @@ def tool_aware(group: Group, options: Any) -> np.ndarray:
         group.searches_G,
         form=options.tool_form,
         cost=options.tool_cost,
+        most=group.most_searches if options.tool_limit else None,
         scale=options.tool_scale,
     )
 
@@ -110,7 +113,7 @@ def waypoint(group: Group, options: Any) -> np.ndarray:
     entities = waypoints(group.path, group.answers)
     return np.array(
         [
-            waypoint_reward(bool(y >= 1), entities, [seen], options.waypoint_alpha)
-            for y, seen in zip(group.outcome.y_G, group.observations, strict=True)
+            waypoint_reward(bool(y >= 1), entities, seen, options.waypoint_alpha)
+            for y, *seen in zip(group.outcome.y_G, group.observations, group.queries, strict=True)
         ]
     )
