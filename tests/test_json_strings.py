@@ -19,7 +19,8 @@ from zest_jax.rollout.protocols.protocol import strings_of_call
 
 CALL = Call()
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-PROTOCOL = Protocol("p", "", (("tool_call", "search"),), call=CALL, most_queries=3)
+ACTIONS = (("tool_call", "search"), ("answer", "answer"))
+PROTOCOL = Protocol("p", "", ACTIONS, call=CALL, most_queries=3)
 SLOTS, LENGTH, QUERIES = 24, 256, 3
 
 # All bytes, some pieces that cross every border there is, and a special token.
