@@ -27,6 +27,8 @@ class Seed:
         claims one.
       words: the seed as people read it.
       chain_id: of a knowledge-graph chain; "" else.
+      nodes: names of each entity on the way, from the question's first to the answer; () where no
+        way is known.
     """
 
     id: str
@@ -37,6 +39,7 @@ class Seed:
     answers: tuple[str, ...] = ()
     words: tuple[str, ...] = ()
     chain_id: str = ""
+    nodes: tuple[tuple[str, ...], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
