@@ -33,10 +33,26 @@ def get_config() -> ConfigDict:
     c.world.max_hops = 3  # longest chain, and most hops that a question is scored by
 
     c.source = ConfigDict()  # where seeds for the proposer, or labelled questions, come from
-    c.source.kind = "chains"  # chains, chain_pool, documents, answers or labelled
+    c.source.kind = "chains"  # chains, chain_pool, documents, answers, references or labelled
     c.source.file = ""  # the pool, answers or questions; "" takes them from the world
-    c.source.hop_weights = (4, 3, 2, 1)  # of 1, 2, … hops (documents, answers)
+    c.source.hop_weights = (4, 3, 2, 1)  # of 1, 2, … hops (documents, answers, references)
     c.source.most_characters = 1200  # a document is cut to so many characters
+
+    # references (ZEST-Search): from a reference question to a target, to an evidence path.
+    c.source.aliases = ""  # a jsonl of {"id", "names"}; "" takes the world's entities, if any
+    c.source.known_targets = False  # a target has to be one of those entities
+    c.source.target_protocol = "zest_target"  # how a target is asked for
+    c.source.target_prompt = 256  # tokens of that prompt, at most
+    c.source.target_length = 64  # tokens of the reply, at most
+    c.source.documents = 5  # passages retrieved for a target, and for each entity before it
+    c.source.support = 1  # of those, about something else, that have to name the target
+    c.source.path = "linked"  # linked (by the sentences), written (by the proposer) or none
+    c.source.path_protocol = "zest_path"  # written: how a path is asked for
+    c.source.path_prompt = 3072  # written: tokens of that prompt, at most
+    c.source.path_length = 512  # written: tokens of the reply, at most
+    c.source.title_is_subject = False  # a document's title stands for the head in its sentences
+    c.source.relation_words = 8  # words of a relation, at most
+    c.source.rounds = 2  # how often new references are tried while a step wants seeds
 
     c.policy = ConfigDict()
     c.policy.folder = ""  # Hugging Face folder to start from; "" starts from random weights
@@ -70,6 +86,8 @@ def get_config() -> ConfigDict:
     c.warm_start.proposer = 0.3  # weight of question writing from a chain
     c.warm_start.document = 0.0  # weight of question writing from a document, with searches
     c.warm_start.backward = 0.0  # weight of question writing from an answer, with searches
+    c.warm_start.target = 0.0  # weight of naming a target for a reference question
+    c.warm_start.path = 0.0  # weight of question writing from an evidence path
     c.warm_start.renamed = 0.5  # share of scripts whose names are random strings
     c.warm_start.early_answer = 0.5  # share of search episodes that give up after the first search
     c.warm_start.wrong_field = 0.1  # share that read a wrong field of the passage
@@ -120,6 +138,9 @@ def get_config() -> ConfigDict:
     c.solver_reward.waypoint_alpha = 0.3  # waypoint: most that a wrong answer can earn
 
     c.proposer = ConfigDict()
+    c.proposer.folder = ""  # a policy of its own to start from; "" starts from the solver's
+    c.proposer.chat = False  # of that policy, as policy.chat is of the solver's
+    c.proposer.system = ""  # likewise
     c.proposer.protocol = "plain_proposer"  # how a proposal is written
     c.proposer.prompt_length = 256  # tokens of chain and passages
     c.proposer.action_length = 64  # tokens of thought, question and answer

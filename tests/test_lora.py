@@ -26,6 +26,7 @@ from zest_jax.models.cache import empty_cache
 from zest_jax.models.config import MATRICES, LoraSpec
 from zest_jax.models.lora import add_lora, fingerprint, join, merge_lora, split_lora
 from zest_jax.parallel.sharding import RULES
+from zest_jax.players import policy_folder
 from zest_jax.rewards.terms import Signals
 
 VOCAB, LENGTH = 40, 16
@@ -339,15 +340,17 @@ def test_a_run_trains_adapters_and_its_export_is_the_merged_policy(lora_run, tmp
     parts, params, loaded_step = export.load_role(str(lora_run), "solver")
     assert step == loaded_step == host["step"] == 7
     config, exported = load_pretrained(tmp_path)
-    want_config, want = merge_lora(parts.policy, params)
+    want_config, want = merge_lora(parts.solver.policy, params)
     assert config == want_config and config.lora is None
     for one, other in zip(*map(jax.tree.leaves, (exported, want)), strict=True):
         np.testing.assert_array_equal(one, other)
     # No other weights go with these adapters, should the starting folder change under the run.
-    scaled = parts.frozen | {"embed_VD": 2 * parts.frozen["embed_VD"]}
+    frozen = parts.solver.frozen
+    scaled = frozen | {"embed_VD": 2 * frozen["embed_VD"]}
+    other = dataclasses.replace(parts.solver, frozen=scaled)
     assembly.check_base(host, parts)
     with pytest.raises(UserError, match="belong to other weights"):
-        assembly.check_base(host, dataclasses.replace(parts, frozen=scaled))
+        assembly.check_base(host, dataclasses.replace(parts, solver=other, proposer=other))
 
 
 @pytest.mark.slow
@@ -358,7 +361,7 @@ def test_weights_of_an_earlier_step(lora_run, tmp_path, capsys):
     # Adapters that are still zero: the policy that the run began with, bit for bit.
     folder = json.loads((lora_run / "config.json").read_text("utf-8"))["policy"]["folder"]
     _, exported = load_pretrained(tmp_path / "0")
-    _, start = load_pretrained(assembly.policy_folder(folder))
+    _, start = load_pretrained(policy_folder(folder))
     for one, other in zip(*map(jax.tree.leaves, (exported, start)), strict=True):
         np.testing.assert_array_equal(one, other)
     assert evaluate.entry(["evaluate", run, "--step=2"]) == 0

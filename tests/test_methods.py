@@ -12,6 +12,8 @@ import tiny_run
 from zest_jax import preflight
 from zest_jax.config import load
 from zest_jax.errors import UserError
+from zest_jax.export import export
+from zest_jax.models.hf import load_pretrained, read_tokenizer
 from zest_jax.tasks.atlas import load_atlas
 from zest_jax.tasks.chain_pool import ChainRecord, EntityRecord, RelationRecord, write_pool
 from zest_jax.workdir import read_jsonl
@@ -107,6 +109,31 @@ def test_ssp_and_its_replay_pool_outlive_a_kill(place, tmp_path):
     assert of(again, "online")[1] | {"time": 0} == steps[1] | {"time": 0}
 
 
+def test_zest_search_with_two_policies_that_are_not_alike(place, tmp_path):
+    keeps = ("--config.checkpoint.every=1", "--config.checkpoint.keep=9")
+    config = "configs/zest_search.py:atlas"
+    _, records = run(place, tmp_path / "run", config, *keeps)
+    steps = of(records, "online")
+    assert len(steps) == 2 and all(0 < s["proposer/passed_target"] <= 1 for s in steps)
+    assert steps[0]["solver/reward"] <= steps[0]["solver/em"]
+    assert all(s["proposer/kl_to_reference"] >= 0 for s in steps)
+    shapes = []
+    for role in ("proposer", "solver"):
+        exported = tmp_path / role
+        assert export(str(tmp_path / "run"), role, str(exported)) == 2
+        policy, _ = load_pretrained(exported)
+        shapes.append((policy.family, policy.width, len(read_tokenizer(exported))))
+    assert shapes == [("qwen2", 96, 768), ("qwen3", 128, 1024)]
+    # As if killed after the first step.
+    killed = tmp_path / "killed"
+    shutil.copytree(tmp_path / "run", killed)
+    for checkpoint in (killed / "checkpoints").iterdir():
+        if checkpoint.name.isdigit() and int(checkpoint.name) > 2:
+            shutil.rmtree(checkpoint)
+    _, again = run(place, killed, config, *keeps)
+    assert of(again, "online")[1] | {"time": 0} == steps[1] | {"time": 0}
+
+
 def test_an_index_and_a_pool_in_place_of_the_world(place, tmp_path):
     """The papers' way: chains of a pool, an index asked from the host, questions of a file."""
     atlas, rng = load_atlas(), np.random.default_rng(0)
@@ -167,6 +194,7 @@ VARIANTS = {
     "search_r1": ("", "format"),
     "dr_zero": ("", "strict"),
     "ssp": ("", "published", "intermediate"),
+    "zest_search": ("", "written", "no_path", "failure", "frozen", "no_tool_cost"),
     "dr_free": ("", "difficulty", "both", "no_opt", "no_kg", "both,no_kg", "without=closed_book"),
 }
 

@@ -81,7 +81,7 @@ def arrays(workdir: Path) -> tuple[dict[str, np.ndarray], dict]:
     config = ConfigDict(json.loads((workdir / "config.json").read_text("utf-8")))
     parts = assembly.build(config, TraceCounter())
     checkpoints = Checkpoints(workdir / "checkpoints")
-    step, state, host = checkpoints.restore(assembly.initial_state(config, parts.params))
+    step, state, host = checkpoints.restore(assembly.initial_state(config, parts))
     checkpoints.close()
     leaves = jax.tree_util.tree_leaves_with_path(state)
     host.pop("seconds")
@@ -107,7 +107,7 @@ def assert_same_run(workdir: Path, other: Path) -> None:
         np.testing.assert_array_equal(value, state_of_other[name], err_msg=name, strict=True)
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(480)
 def test_killed_again_and_again(place, finished_run, tmp_path):
     workdir = tmp_path / "killed"
     arguments = place.arguments(workdir)

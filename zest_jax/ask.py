@@ -28,6 +28,7 @@ from zest_jax.models import PolicyConfig
 from zest_jax.models.backends import choose_attention
 from zest_jax.models.hf import load_generation, load_pretrained, read_tokenizer
 from zest_jax.models.policy import Params
+from zest_jax.players import end_ids, policy_folder
 from zest_jax.retrieval import Retriever
 from zest_jax.retrieval.interface import Found, Passage, PassageRetriever, TextRetriever
 from zest_jax.retrieval.open_index import open_retriever
@@ -213,7 +214,7 @@ def check(question: str, workdir: str | None, values: flags.FlagValues) -> None:
 
 def load_model(values: flags.FlagValues) -> Asked:
     """A policy from a folder or the hub, with the protocol that fits it."""
-    folder = assembly.policy_folder(values.model)
+    folder = policy_folder(values.model)
     dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     config, params = load_pretrained(folder, dtype=dtype, param_dtype=dtype)
     tokenizer = read_tokenizer(folder, config.vocab_size)
@@ -221,7 +222,7 @@ def load_model(values: flags.FlagValues) -> Asked:
     turned = "tools" in template and set(QWEN_TOOLS.special) <= set(tokenizer.get_vocab())
     name = values.protocol or (QWEN_TOOLS.name if turned else "search_r1")
     protocol = _fill(assembly.protocol(name), tokenizer, values.chat)
-    ends = assembly.end_ids(load_generation(folder))
+    ends = end_ids(load_generation(folder))
     config, _ = choose_attention(config)
     return Asked(values.model, config, params, tokenizer, ends, protocol)
 
@@ -232,19 +233,19 @@ def load_run(workdir: str, values: flags.FlagValues) -> Asked:
     sampler = parts.solver_sampler
     protocol, spec = sampler.protocol, sampler.spec
     if values.protocol:
-        protocol = _fill(assembly.protocol(values.protocol), parts.tokenizer, values.chat)
+        protocol = _fill(assembly.protocol(values.protocol), parts.solver.tokenizer, values.chat)
     elif values.chat is not None:
         raise UserError("a run's policy is asked as it was trained; leave --chat out.")
     retriever = parts.retrieval.host
     if retriever is None:
         own = parts.retrieval.on_device["solver"]
-        retriever = WorldRetriever(own, parts.tokenizer, parts.world.passages)
+        retriever = WorldRetriever(own, parts.solver.tokenizer, parts.world.passages)
     return Asked(
         f"{workdir}, step {step}",
-        parts.policy,
+        parts.solver.policy,
         params,
-        parts.tokenizer,
-        assembly.end_ids(parts.generation),
+        parts.solver.tokenizer,
+        parts.solver.end_ids,
         protocol,
         None if values.protocol else spec,
         retriever,

@@ -2,27 +2,24 @@
 
 import dataclasses
 import zlib
-from collections.abc import Callable, Sequence
-from importlib.resources import files
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from zest_jax import players as players_lib
 from zest_jax import preflight
 from zest_jax.errors import UserError
 from zest_jax.learning.advantages import AdvantageSpec
 from zest_jax.learning.packing import PackSpec
 from zest_jax.learning.updates import UpdateSpec
-from zest_jax.models import PolicyConfig, init_params
-from zest_jax.models.backends import choose_attention
 from zest_jax.models.config import LoraSpec
-from zest_jax.models.hf import load_generation, load_pretrained, read_tokenizer
-from zest_jax.models.lora import add_lora, fingerprint, join, split_lora
+from zest_jax.models.lora import fingerprint
 from zest_jax.models.policy import Params
+from zest_jax.players import Player
 from zest_jax.retrieving import Retrieval, build_retrieval, index_world
-from zest_jax.rollout.protocols import SEARCH, Protocol, find, in_chat_template
+from zest_jax.rollout.protocols import SEARCH, Protocol, find
 from zest_jax.rollout.sampler import Sampler
 from zest_jax.rollout.state import RolloutSpec
 from zest_jax.tasks.atlas import Atlas, load_atlas
@@ -34,6 +31,9 @@ from zest_jax.tasks.types import Task, read_tasks
 from zest_jax.tasks.world import World
 from zest_jax.tracing import TraceCounter
 
+STAGES_WRITTEN = ("target", "path")
+"""What a proposer may write before its question, where it begins with a reference."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
@@ -42,33 +42,32 @@ class Parts:
     Attributes:
       world: corpus and questions.
       source: where seeds or labelled tasks come from.
-      tokenizer: the policy's.
-      encode: texts -> token ids.
-      policy: shape of the policy (proposer, solver and anchor share it so far).
-      params: where training starts from: the whole policy, or adapters that change nothing yet.
-      frozen: the policy beside the adapters, one for all roles; None where all of it is trained.
-      origin: where that came from, in words.
-      attention: which back end was chosen, and why.
-      generation: its generation_config.json, {} for random weights.
+      solver: the policy that answers (and that the anchor was once).
+      proposer: the policy that asks; the same object where it is the same to begin with.
       retrieval: what answers searches.
       solver_sampler, proposer_sampler: compiled rollouts; no proposer where nothing is proposed.
+      stages: compiled rollouts of what a proposer writes before its question, by stage.
       reader: answers from given passages; None where no gate asks for it.
     """
 
     world: World
     source: SeedSource | TaskSource
-    tokenizer: Any
-    encode: Callable[[Sequence[str]], list[list[int]]]
-    policy: PolicyConfig
-    params: Params
-    frozen: Params | None
-    origin: str
-    attention: str
-    generation: dict[str, Any]
+    solver: Player
+    proposer: Player
     retrieval: Retrieval
     solver_sampler: Sampler
     proposer_sampler: Sampler | None
+    stages: Mapping[str, Sampler]
     reader: Reader | None
+
+    @property
+    def apart(self) -> bool:
+        """Whether proposer and solver are different policies from the beginning."""
+        return self.proposer is not self.solver
+
+    def player(self, role: str) -> Player:
+        """The player of a role; the anchor and the base are earlier solvers."""
+        return self.proposer if role.startswith("proposer") else self.solver
 
     @property
     def atlas(self) -> Atlas:
@@ -84,10 +83,6 @@ class Parts:
             )
         return self.world.atlas
 
-    def whole(self, params: Params) -> Params:
-        """All parameters of a policy of which `params` are trained, without copying any."""
-        return join(self.frozen, params)
-
 
 def build(config: Any, traces: TraceCounter) -> Parts:
     """Builds everything that a config names.
@@ -97,52 +92,15 @@ def build(config: Any, traces: TraceCounter) -> Parts:
     """
     preflight.check_fields(config)
     world = find_world(config)
-    lora, frozen = lora_spec(config), None
-    generation: dict[str, Any] = {}
-    # A frozen policy is only computed with, so it is kept in the type of that.
-    kept = "float32" if lora is None else config.policy.dtype
-    if config.policy.folder:
-        folder = policy_folder(config.policy.folder)
-        policy, params = load_pretrained(folder, dtype=config.policy.dtype, param_dtype=kept)
-        tokenizer = read_tokenizer(folder, policy.vocab_size)
-        generation = load_generation(folder)
-        origin = config.policy.folder
-    else:
-        if world.atlas is None:
-            raise UserError("a run on an index needs a policy to start from: set policy.folder.")
-        tokenizer = read_tokenizer(world.atlas.tokenizer_folder)
-        policy = PolicyConfig(
-            vocab_size=len(tokenizer),
-            width=config.policy.width,
-            layers=config.policy.layers,
-            heads=config.policy.heads,
-            kv_heads=config.policy.kv_heads,
-            head_dim=config.policy.head_dim,
-            mlp_width=config.policy.mlp_width,
-            dtype=config.policy.dtype,
-        )
-        params = init_params(policy, random_key(config.seed, "policy", 0))
-        params = jax.tree.map(lambda x: x.astype(kept), params)
-        origin = "random weights"
-    policy, attention = choose_attention(policy, config.policy.attention)
-    if lora is not None:
-        policy = dataclasses.replace(policy, lora=lora)
-        params = add_lora(policy, params, random_key(config.seed, "adapters", 0))
-        params, frozen = split_lora(params)
-
-    def encode(texts: Sequence[str]) -> list[list[int]]:
-        if not texts:
-            return []
-        # Not verbose: what is too long is our own business, with an error of its own.
-        return tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
-
-    protocols = {role: protocol(config[role].protocol) for role in ("solver", "proposer")}
-    if config.policy.chat:
-        protocols = {
-            role: in_chat_template(each, tokenizer, config.policy.system)
-            for role, each in protocols.items()
-        }
-    retrieval = build_retrieval(config, world, tokenizer, policy.vocab_size, protocols, traces)
+    solver = proposer = load_player(config.policy, config, world, "")
+    if config.proposer.folder:
+        proposer = load_player(config.proposer, config, world, "proposer ")
+    players = {"solver": solver, "proposer": proposer, "reader": solver}
+    protocols = {r: players[r].speaks(protocol(config[r].protocol)) for r in ("solver", "proposer")}
+    retrieval = retrieval_of(config, world, players, protocols, traces)
+    for stage in STAGES_WRITTEN if config.source.kind == "references" else ():
+        players[stage] = proposer
+        protocols[stage] = proposer.speaks(protocol(config.source[f"{stage}_protocol"]))
     specs = rollout_specs(config)
     capacity = {
         "solver": max(
@@ -152,38 +110,68 @@ def build(config: Any, traces: TraceCounter) -> Parts:
             config.proposer.seeds_per_step * config.proposer.samples, 16 * config.proposer.slots
         ),
         "reader": 4 * config.solver.slots,
-    }
+    } | dict.fromkeys(STAGES_WRITTEN, 4 * config.proposer.slots)
     samplers = {}
     for role, spec in specs.items():
         samplers[role] = retrieval.sampler(
             role,
-            policy=policy,
+            policy=players[role].policy,
             spec=spec,
             protocol=protocols.get(role, READER),
-            tokenizer=tokenizer,
+            tokenizer=players[role].tokenizer,
             capacity=capacity[role],
             traces=traces,
-            eos_ids=end_ids(generation),
+            eos_ids=players[role].end_ids,
         )
     reader = None
     if "reader" in samplers:
-        reader = Reader(samplers["reader"], protocols["solver"], encode)
+        reader = Reader(samplers["reader"], protocols["solver"], solver.encode)
     return Parts(
         world=world,
         source=SOURCES.find(config.source.kind)(config, world),
-        tokenizer=tokenizer,
-        encode=encode,
-        policy=policy,
-        params=params,
-        frozen=frozen,
-        origin=origin,
-        attention=attention,
-        generation=generation,
+        solver=solver,
+        proposer=proposer,
         retrieval=retrieval,
         solver_sampler=samplers["solver"],
         proposer_sampler=samplers.get("proposer"),
+        stages={stage: samplers[stage] for stage in STAGES_WRITTEN if stage in samplers},
         reader=reader,
     )
+
+
+def load_player(given: Any, config: Any, world: World, word: str) -> Player:
+    """The player of a config's group; `word` keeps its random numbers apart.
+
+    Raises:
+      UserError: see `players.load_player`.
+    """
+    keys = [random_key(config.seed, f"{word}{name}", 0) for name in ("policy", "adapters")]
+    return players_lib.load_player(
+        given, config.policy, world, lora_spec(config), (keys[0], keys[1])
+    )
+
+
+def retrieval_of(
+    config: Any,
+    world: World,
+    players: Mapping[str, Player],
+    protocols: Mapping[str, Protocol],
+    traces: TraceCounter,
+) -> Retrieval:
+    """What answers searches: of both roles, each in its own tokens.
+
+    Raises:
+      UserError: see `build_retrieval`.
+    """
+    solver, proposer = players["solver"], players["proposer"]
+    if proposer is solver:
+        return build_retrieval(config, world, solver, protocols, traces)
+    shared = build_retrieval(config, world, solver, {"solver": protocols["solver"]}, traces)
+    if shared.host is None and protocols["proposer"].kind(SEARCH) and config.proposer.searches:
+        # Another tokenizer has other passages and other vectors.
+        own = build_retrieval(config, world, proposer, {"proposer": protocols["proposer"]}, traces)
+        shared = dataclasses.replace(shared, on_device=shared.on_device | own.on_device)
+    return shared
 
 
 def find_world(config: Any) -> World:
@@ -218,29 +206,6 @@ def find_world(config: Any) -> World:
                 "the solver by."
             )
     return world
-
-
-def policy_folder(name: str) -> str:
-    """A folder as given, or a policy that ships with the package under that name."""
-    name = str(Path(name).expanduser()) if name.startswith("~") else name
-    shipped = Path(str(files("zest_jax") / "assets" / name))
-    return str(shipped) if "/" not in name and shipped.is_dir() else name
-
-
-def end_ids(generation: dict[str, Any]) -> list[int]:
-    """The end tokens that a generation_config.json names: none, one or several.
-
-    Raises:
-      UserError: what it names is no token id.
-    """
-    ends = generation.get("eos_token_id")
-    ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
-    if not all(isinstance(end, int) and not isinstance(end, bool) and end >= 0 for end in ends):
-        raise UserError(
-            f"the policy's generation_config.json names {ends!r} as eos_token_id; expected one or "
-            "several token ids."
-        )
-    return ends
 
 
 def protocol(name: str) -> Protocol:
@@ -326,6 +291,15 @@ def rollout_specs(config: Any) -> dict[str, RolloutSpec]:
             queries=spoken.most_queries,
             response_length=spoken.limits.response,
         )
+    if config.source.kind == "references":
+        source = config.source
+        written = ("target", "path") if source.path == "written" else ("target",)
+        for stage in written:
+            specs[stage] = RolloutSpec(
+                slots=p.slots,
+                prompt_length=source[f"{stage}_prompt"],
+                action_length=source[f"{stage}_length"],
+            )
     if needs_reader(config):
         specs["reader"] = RolloutSpec(
             slots=s.slots,
@@ -381,6 +355,8 @@ def mix(config: Any, clean: bool) -> Mix:
         proposer=w.proposer,
         document=w.document,
         backward=w.backward,
+        target=w.target,
+        path=w.path,
         renamed=0.0 if clean else w.renamed,
         early_answer=0.0 if clean else w.early_answer,
         wrong_field=0.0 if clean else w.wrong_field,
@@ -390,30 +366,34 @@ def mix(config: Any, clean: bool) -> Mix:
     )
 
 
-def initial_state(config: Any, params: Params) -> dict[str, Any]:
-    """Everything that a checkpoint holds, as it is before the first update: of `Parts.params`, so
-    that a frozen policy is in none."""
-    state = state_from(config, params)
+def initial_state(config: Any, parts: Parts) -> dict[str, Any]:
+    """Everything that a checkpoint holds, as it is before the first update: of the players'
+    `params`, so that a frozen policy is in none."""
+    state = state_from(config, parts, parts.solver.params)
     if config.warm_start.steps:
-        state["solver"] = update_specs(config)["warm_start"].init(params)
+        state["solver"] = update_specs(config)["warm_start"].init(parts.solver.params)
     return state
 
 
-def state_from(config: Any, params: Params) -> dict[str, Any]:
-    """The state of a run whose self-evolution begins with these parameters.
+def state_from(config: Any, parts: Parts, params: Params) -> dict[str, Any]:
+    """The state of a run whose self-evolution begins with a solver of these parameters (and a
+    proposer of the same, unless it is another policy).
 
-    A role that shares its weights, or that there is not, has no state of its own; the policy that
-    training began with is kept where something looks back at it.
+    A role that shares its weights, or that there is not, has no state of its own; the policies that
+    training began with are kept where something looks back at them.
     """
     specs = update_specs(config)
+    proposer = parts.proposer.params if parts.apart else params
     state: dict[str, Any] = {
         "solver": specs["solver"].init(params),
         "anchor": jax.tree.map(jnp.copy, params),
     }
     if proposer_state(config) == "proposer":
-        state["proposer"] = specs["proposer"].init(params)
+        state["proposer"] = specs["proposer"].init(proposer)
     if needs_base(config):
         state["base"] = jax.tree.map(jnp.copy, params)
+        if parts.apart and config.proposer.kl_weight:
+            state["proposer_base"] = jax.tree.map(jnp.copy, proposer)
     return state
 
 
@@ -430,10 +410,14 @@ def needs_base(config: Any) -> bool:
     return bool(config.solver.kl_weight or config.proposer.kl_weight or probed)
 
 
-def base_of(parts: Parts) -> int | None:
-    """What a checkpoint notes of a frozen policy, which it does not hold; None where there is
+def base_of(parts: Parts) -> int | list[int | None] | None:
+    """What a checkpoint notes of frozen policies, which it does not hold; None where there is
     none."""
-    return None if parts.frozen is None else fingerprint(parts.frozen)
+    bases = [
+        None if player.frozen is None else fingerprint(player.frozen)
+        for player in (parts.solver, parts.proposer)
+    ]
+    return bases if parts.apart and any(bases) else bases[0]
 
 
 def check_base(host: dict[str, Any], parts: Parts) -> None:
@@ -443,10 +427,11 @@ def check_base(host: dict[str, Any], parts: Parts) -> None:
       UserError: the checkpoint with this host state notes another one.
     """
     if host.get("base") != base_of(parts):
+        origins = " and ".join(dict.fromkeys((parts.solver.origin, parts.proposer.origin)))
         raise UserError(
-            f"the checkpoint's adapters belong to other weights than those that {parts.origin} "
-            "has now; bring the run's own weights back (policy.folder), or begin in another "
-            "workdir."
+            f"the checkpoint's adapters belong to other weights than those that {origins} "
+            "has now; bring the run's own weights back (policy.folder, proposer.folder), or begin "
+            "in another workdir."
         )
 
 

@@ -46,6 +46,7 @@ from zest_jax.auditing import (
 )
 from zest_jax.errors import UserError
 from zest_jax.files import writing
+from zest_jax.players import policy_folder
 from zest_jax.progress import Progress
 from zest_jax.retrieval.corpora import open_corpus, to_passage
 from zest_jax.retrieval.interface import Passage, PassageRetriever
@@ -241,7 +242,7 @@ def open_judge(values: flags.FlagValues) -> tuple[Teacher, Form]:
     from zest_jax.rollout.protocols import in_chat_template
     from zest_jax.teachers.local import load_local
 
-    folder = assembly.policy_folder(values.model)
+    folder = policy_folder(values.model)
     name = values.protocol or ("plain_search" if folder != values.model else "")
     spoken = assembly.protocol(name) if name else None
     if spoken and set(spoken.placeholders) != {"question"}:

@@ -41,7 +41,7 @@ def main(config: Any, workdir: str | None, values: flags.FlagValues) -> None:
         who = f"{workdir}, step {step}"
     else:
         parts = assembly.build(config, TraceCounter())
-        params, who = parts.whole(parts.params), parts.origin
+        params, who = parts.solver.whole(parts.solver.params), parts.solver.origin
     tasks = list(read_tasks(values.tasks)) if values.tasks else list(parts.world.heldout_tasks)
     if not tasks:
         raise UserError(f"{parts.world.name} has no held-out questions; give --tasks=FILE.")
@@ -51,7 +51,7 @@ def main(config: Any, workdir: str | None, values: flags.FlagValues) -> None:
     limit = sampler.spec.prompt_length
     for task in tasks:
         prompt = sampler.protocol.prompt.format(question=task.question)
-        length = len(parts.encode([prompt])[0])
+        length = len(parts.solver.encode([prompt])[0])
         if length > limit:
             raise UserError(
                 f"question {task.id} has {length} tokens with its prompt, more than "
@@ -76,14 +76,14 @@ def with_index(parts: assembly.Parts, index: str, top_k: int | None) -> Sampler:
     own = parts.solver_sampler
     return HostSampler(
         "solver_rollout",
-        parts.policy,
+        parts.solver.policy,
         own.spec,
         own.protocol,
-        parts.tokenizer,
+        parts.solver.tokenizer,
         open_retriever(index),
         own.capacity,
         TraceCounter(),
-        assembly.end_ids(parts.generation),
+        parts.solver.end_ids,
         top_k=parts.retrieval.top_k if top_k is None else top_k,
     )
 

@@ -70,11 +70,11 @@ def load_role(
             raise UserError(
                 f"{workdir_path} was made by another version of zest_jax ({error}); use that one."
             ) from None
-        like = assembly.initial_state(config, parts.params)
+        like = assembly.initial_state(config, parts)
         _, state, host = checkpoints.restore(like, number)
     assembly.check_base(host, parts)
     params = state[role] if role == "anchor" else state[role].params
-    return parts, parts.whole(params), host["step"]
+    return parts, parts.player(role).whole(params), host["step"]
 
 
 def export(
@@ -88,15 +88,16 @@ def export(
     if Path(out).exists() and not Path(out).is_dir():
         raise UserError(f"{out} is a file; name a folder to write to.")
     parts, params, step = load_role(workdir_path, role, step)
-    policy, params = merge_lora(parts.policy, params)
+    player = parts.player(role)
+    policy, params = merge_lora(player.policy, params)
     save_pretrained(
         policy,
         jax.device_get(params),
         out,
-        parts.tokenizer,
+        player.tokenizer,
         dtype=dtype,
         # The several end tokens of an instruct model, say.
-        generation=parts.generation or None,
+        generation=player.generation or None,
     )
     return step
 

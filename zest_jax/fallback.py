@@ -16,6 +16,7 @@ import numpy as np
 
 from zest_jax import assembly
 from zest_jax import workdir as workdir_lib
+from zest_jax.players import policy_folder
 from zest_jax.rewards.fallback import fallback_scores, needs_teacher
 from zest_jax.rollout.trajectories import Trajectories
 from zest_jax.tasks.episodes import found_by
@@ -143,7 +144,7 @@ class EvidenceFallback:
         queries = [" ; ".join(q) for q in asked if q is not None]
         rounds = []
         for search in range(int(episodes.searches_N[n])):
-            found = found_by(episodes, n, search, corpus, self.parts.tokenizer)
+            found = found_by(episodes, n, search, corpus, self.parts.solver.tokenizer)
             query = queries[search] if search < len(queries) else ""
             rounds.append(Round(query, found))
         return Case(task.question, task.answers, tuple(rounds), f"{task.id}/{n}")
@@ -181,7 +182,7 @@ def build_fallback(config: Any, parts: assembly.Parts, workdir: Path) -> Evidenc
         return EvidenceFallback(config, parts, ReaderJudge(config, parts), None, record)
     teacher: Teacher
     if t.kind == "local":
-        teacher = load_local(assembly.policy_folder(t.where), max_tokens=t.max_tokens)
+        teacher = load_local(policy_folder(t.where), max_tokens=t.max_tokens)
     elif t.kind == "recorded":
         teacher = read_recording(t.where)
     else:
@@ -218,7 +219,7 @@ class ReaderJudge:
             raise ValueError("no reader was built")
         self.documents, self._reader = config.teacher.documents, parts.reader
         # A copy: what the run trains is given away to its updates.
-        self._params = jax.tree.map(lambda x: x.copy(), parts.whole(parts.params))
+        self._params = jax.tree.map(lambda x: x.copy(), parts.solver.whole(parts.solver.params))
 
     def __call__(self, cases: Sequence[Case]) -> list[Verdict]:
         asked = [case for case in cases if case.passages]

@@ -309,6 +309,7 @@ def plan_run(
     retriever: Any = None,
     mesh: Mesh | None = None,
     limit: float | None = None,
+    proposer_policy: PolicyConfig | None = None,
 ) -> Plan:
     """The plan of a run of `train`: both roles and the anchor, their updates and their rollouts.
 
@@ -318,19 +319,27 @@ def plan_run(
       retriever: a pytree of what retrieval holds on device, or None.
       mesh: the devices; None for one.
       limit: bytes of a device.
+      proposer_policy: shape of the proposer where it is another policy from the beginning.
     """
-    policy = dataclasses.replace(policy, dtype=config.policy.dtype, lora=assembly.lora_spec(config))
+    told = {"dtype": config.policy.dtype, "lora": assembly.lora_spec(config)}
+    policy = dataclasses.replace(policy, **told)
+    asking = policy if proposer_policy is None else dataclasses.replace(proposer_policy, **told)
     specs, packs = assembly.update_specs(config), assembly.pack_specs(config)
     rollouts = assembly.rollout_specs(config)
     resident: list[Line] = []
     if policy.lora:
         resident.append(base_line(policy, policy.dtype, mesh))
+        if proposer_policy is not None:
+            resident.append(base_line(asking, asking.dtype, mesh))
     own = assembly.proposer_state(config)
-    for role in ("solver", "proposer") if own == "proposer" else ("solver",):
-        resident += state_lines(role, policy, specs[role], mesh)
+    resident += state_lines("solver", policy, specs["solver"], mesh)
+    if own == "proposer":
+        resident += state_lines("proposer", asking, specs["proposer"], mesh)
     resident.append(Line("anchor", per_device(_trained(policy), mesh)))
     if assembly.needs_base(config):
         resident.append(Line("base", per_device(_trained(policy), mesh)))
+        if proposer_policy is not None and config.proposer.kl_weight:
+            resident.append(Line("base of the proposer", per_device(_trained(asking), mesh)))
     # Roles share an index, so that an array may stand there twice.
     arrays = {id(x): x.nbytes for x in jax.tree.leaves(retriever) if hasattr(x, "nbytes")}
     resident.append(Line("index and passages", sum(arrays.values())))
@@ -342,9 +351,11 @@ def plan_run(
     phases: dict[str, tuple[Line, ...]] = {}
     for name, there in used.items():
         if there:
-            phases[f"{name} update"] = step_lines(policy, specs[name], packs[name], mesh)
+            shape = asking if name == "proposer" else policy
+            phases[f"{name} update"] = step_lines(shape, specs[name], packs[name], mesh)
     for role, spec in rollouts.items():
-        phases[f"{role} rollouts"] = rollout_lines(policy, spec, mesh)
+        shape = policy if role in ("solver", "reader") else asking
+        phases[f"{role} rollouts"] = rollout_lines(shape, spec, mesh)
     return Plan(tuple(resident), phases, limit)
 
 
@@ -354,14 +365,25 @@ def device_limit() -> float | None:
     return stats.get("bytes_limit")
 
 
-def check_run(config: Any, policy: PolicyConfig, retriever: Any = None) -> Plan:
+def check_run(
+    config: Any,
+    policy: PolicyConfig,
+    retriever: Any = None,
+    proposer_policy: PolicyConfig | None = None,
+) -> Plan:
     """`plan_run` for the first device of this machine, if it fits.
 
     Raises:
       UserError: it does not; see `check`.
     """
     return check(
-        functools.partial(plan_run, policy=policy, retriever=retriever, limit=device_limit()),
+        functools.partial(
+            plan_run,
+            policy=policy,
+            retriever=retriever,
+            limit=device_limit(),
+            proposer_policy=proposer_policy,
+        ),
         config,
     )
 

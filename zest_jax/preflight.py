@@ -13,6 +13,7 @@ from zest_jax.rewards.information_gain import SHORTCUTS
 from zest_jax.rewards.solver import SOLVER_REWARDS
 from zest_jax.rewards.terms import weights_of
 from zest_jax.rollout.protocols import SEARCH, find
+from zest_jax.tasks import path_gates as path_gates  # registers its gates
 from zest_jax.tasks.formats import FORMATS
 from zest_jax.tasks.gating import GATES
 from zest_jax.tasks.refill import REFILLS
@@ -20,6 +21,10 @@ from zest_jax.tasks.sources import SOURCES
 
 if TYPE_CHECKING:
     from zest_jax.assembly import Parts
+
+PATHS = ("linked", "written", "none")
+"""How an evidence path comes about: by the documents' sentences, as the proposer writes it, or not
+at all (the baseline that only retrieves for the answer)."""
 
 SCHEDULES = ("iterated", "online", "labelled")
 
@@ -30,6 +35,7 @@ GIVEN = {
     "chain_pool": {"chain", "passages"},
     "documents": {"hops", "searches", "title", "text"},
     "answers": {"answer", "searches", "hops"},
+    "references": {"chain", "path", "passages", "answer", "reference", "hops"},
 }
 
 
@@ -45,6 +51,7 @@ def check_fields(config: Any) -> None:
         "teacher.kind": (config.teacher.kind, ("endpoint", "local", "recorded", "reader")),
         "probe.model": (config.probe.model, ("anchor", "base", "solver")),
         "solver_reward.tool_form": (config.solver_reward.tool_form, ("T1", "T2", "T3")),
+        "source.path": (config.source.path, PATHS),
         "policy.dtype": (config.policy.dtype, ("float32", "bfloat16")),
         "policy.attention": (config.policy.attention, ("auto", *BACKENDS)),
         "reward.squash": (config.reward.squash, ("a", "b")),
@@ -98,6 +105,14 @@ def check_fields(config: Any) -> None:
         "refill.rounds": 1,
         "refill.period": 1,
         "source.most_characters": 1,
+        "source.target_prompt": 1,
+        "source.target_length": 4,
+        "source.documents": 1,
+        "source.support": 1,
+        "source.path_prompt": 1,
+        "source.path_length": 4,
+        "source.relation_words": 1,
+        "source.rounds": 1,
         "gates.reading_length": 8,
         "gates.rag_noise": 0,
         "solver.prompt_length": 1,
@@ -136,10 +151,16 @@ def check_fields(config: Any) -> None:
     check_protocols(config)
     check_schedule(config)
     check_options(config)
-    if config.policy.system and not config.policy.chat:
+    for group in ("policy", "proposer"):
+        if config[group].system and not config[group].chat:
+            raise UserError(
+                f"config field {group}.system is part of a chat template; set {group}.chat=True as "
+                "well, or leave it empty."
+            )
+    if config.proposer.chat and not config.proposer.folder:
         raise UserError(
-            "config field policy.system is part of a chat template; set policy.chat=True as well, "
-            "or leave it empty."
+            "config field proposer.chat is of a proposer with a policy of its own: set "
+            "proposer.folder, or policy.chat for both roles."
         )
     heads, kv_heads, head_dim = config.policy.heads, config.policy.kv_heads, config.policy.head_dim
     if heads % kv_heads or head_dim % 2:
@@ -245,6 +266,11 @@ def check_schedule(config: Any) -> None:
         return
     if config.policy.shared and kind != "online":
         raise UserError("config field policy.shared=True needs schedule.kind=online.")
+    if config.policy.shared and config.proposer.folder:
+        raise UserError(
+            "config field policy.shared=True has one policy in both roles, and proposer.folder "
+            "names another; leave one of them out."
+        )
     proposals = config.proposer.seeds_per_step * config.proposer.samples
     if kind == "online" and proposals > config.solver.tasks_per_step:
         raise UserError(
@@ -259,7 +285,7 @@ def check_schedule(config: Any) -> None:
             "raise proposer.samples, or set proposer.advantage.singleton=raw."
         )
     widest = len(config.source.hop_weights)
-    if source in ("documents", "answers") and widest > config.world.max_hops:
+    if source in ("documents", "answers", "references") and widest > config.world.max_hops:
         raise UserError(
             f"config field source.hop_weights asks for up to {widest} hops, and world.max_hops is "
             f"{config.world.max_hops}; raise it."
@@ -275,11 +301,14 @@ def check_protocols(config: Any) -> None:
     given = {"solver": {"question"}, "proposer": GIVEN.get(config.source.kind)}
     if config.schedule.kind == "labelled":
         del given["proposer"]
+    apart = bool(config.proposer.folder)
     for role, parts in given.items():
         protocol = find(config[role].protocol)
-        if protocol.special and not config.policy.chat:
+        group = "proposer" if role == "proposer" and apart else "policy"
+        if protocol.special and not config[group].chat:
             raise UserError(
-                f"protocol {protocol.name} is written in the turns of a chat; set policy.chat=True."
+                f"protocol {protocol.name} is written in the turns of a chat; set "
+                f"{group}.chat=True."
             )
         if parts is not None and set(protocol.placeholders) - parts:
             raise UserError(
@@ -303,6 +332,16 @@ def check_protocols(config: Any) -> None:
                     f"config field {role}.{name}={config[role][name]} is more than the {limit} of "
                     f"protocol {protocol.name}; lower it."
                 )
+    stages = {"target": {"question"}, "path": {"answer", "hops", "documents"}}
+    if config.source.path != "written":
+        del stages["path"]
+    for stage, shown in stages.items() if config.source.kind == "references" else ():
+        protocol = find(config.source[f"{stage}_protocol"])
+        if set(protocol.placeholders) - shown or protocol.kind(SEARCH):
+            raise UserError(
+                f"config field source.{stage}_protocol={protocol.name} must be a reply without "
+                f"searches, to a prompt with {' and '.join(sorted(shown))}."
+            )
 
 
 def check_world(config: Any, parts: Parts) -> None:
@@ -325,7 +364,7 @@ def check_world(config: Any, parts: Parts) -> None:
         "validation.jsonl": parts.world.validation_tasks if config.warm_start.steps else (),
     }
     for name, tasks in asked.items():
-        prompts = parts.encode([template.format(question=task.question) for task in tasks])
+        prompts = parts.solver.encode([template.format(question=task.question) for task in tasks])
         for task, ids in zip(tasks, prompts, strict=True):
             if len(ids) > limit:
                 raise UserError(

@@ -4,6 +4,7 @@ Shape letters: B proposals, C contexts, G probe rollouts of a question.
 """
 
 import dataclasses
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import jax
 import numpy as np
 
 from zest_jax import assembly
+from zest_jax.errors import UserError
 from zest_jax.learning.packing import PackSpec, pack
 from zest_jax.learning.updates import ProposalBatch
 from zest_jax.models.policy import Params
@@ -20,10 +22,13 @@ from zest_jax.rewards.terms import NEEDS_LIKELIHOOD, Signals, needs
 from zest_jax.rollout.sampler import Sampler
 from zest_jax.rollout.trajectories import Trajectories
 from zest_jax.solving import sampled_items
+from zest_jax.staging import Staging
 from zest_jax.tasks import proposals
+from zest_jax.tasks.funnel import Funnel
 from zest_jax.tasks.gating import Means
 from zest_jax.tasks.seeds import Proposal, Seed
 from zest_jax.tasks.sources import SeedSource
+from zest_jax.tasks.sources.references import References
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +60,8 @@ class Proposing:
         self.config, self.parts = config, parts
         self.sampler: Sampler = parts.proposer_sampler
         self.source: SeedSource = parts.source
+        self.staging = Staging(config, parts) if isinstance(parts.source, References) else None
+        self.funnel = Funnel()
         self.packs = packs
         self.columns = len(context_names(config.world.max_hops))
 
@@ -65,18 +72,60 @@ class Proposing:
 
     def fits_proposer(self, seed: Seed) -> bool:
         """Whether a seed's prompt is short enough."""
-        return len(self.parts.encode([self.prompt(seed)])[0]) <= self.config.proposer.prompt_length
+        ids = self.parts.proposer.encode([self.prompt(seed)])[0]
+        return len(ids) <= self.config.proposer.prompt_length
 
     def fits_solver(self, question: str) -> bool:
         """Whether a question is short enough to be asked."""
         prompt = self.parts.solver_sampler.protocol.prompt.format(question=question)
-        return len(self.parts.encode([prompt])[0]) <= self.config.solver.prompt_length
+        return len(self.parts.solver.encode([prompt])[0]) <= self.config.solver.prompt_length
 
     # ------------------------------------------------------------------ proposals
 
-    def draw(self, count: int, rng: np.random.Generator) -> list[Seed]:
-        """Seeds of the source whose prompts fit."""
-        return self.source.draw(count, rng, self.fits_proposer)
+    def draw(
+        self,
+        params: Params,
+        count: int,
+        rng: np.random.Generator,
+        key: jax.Array,
+        rounds: int = 1,
+    ) -> list[Seed]:
+        """Seeds of the source whose prompts fit: so many, or fewer where a proposer has to prepare
+        them (`staging`) and not all it began with came through.
+
+        Args:
+          params: the proposer.
+          count: seeds wanted.
+          rng: of what is drawn.
+          key: of the sampling of what is prepared.
+          rounds: how often new references are tried, while seeds are wanting.
+
+        Raises:
+          UserError: the source runs dry, or nothing came through at all.
+        """
+        if self.staging is None:
+            return self.source.draw(count, rng, self.fits_proposer)
+        self.funnel = Funnel()
+        seeds: list[Seed] = []
+        for attempt in range(rounds):
+            references = self.source.draw(count, rng, lambda seed: True)
+            made, funnel = self.staging(params, references, jax.random.fold_in(key, attempt), rng)
+            self.funnel += funnel
+            seeds += [seed for seed in made if self.fits_proposer(seed)]
+            if len(seeds) >= count:
+                break
+        if not seeds:
+            raise UserError(
+                f"none of {rounds * count} reference questions led to an evidence path that the "
+                f"proposer can be shown; start from a policy that names targets "
+                f"(proposer.folder), or raise source.documents or proposer.prompt_length.\n"
+                f"{self.funnel.table()}"
+            )
+        return seeds[:count]
+
+    def stage_metrics(self) -> dict[str, float]:
+        """Shares that passed each stage of the last step; {} for sources without stages."""
+        return {} if self.staging is None else self.funnel.metrics("proposer")
 
     def propose(
         self,
@@ -97,8 +146,9 @@ class Proposing:
           samples: neighbours in the result share a seed.
           reader: the policy that answers gates' questions; the proposer where None.
         """
+        begun = time.perf_counter()
         repeated = [seed for seed in seeds for _ in range(samples)]
-        prompts = self.parts.encode([self.prompt(seed) for seed in repeated])
+        prompts = self.parts.proposer.encode([self.prompt(seed) for seed in repeated])
         episodes = self.sampler(params, prompts, key, self.config.proposer.temperature)
         written = proposals.read_episodes(
             repeated, episodes, self.sampler, self.parts.world.passages, self.fits_solver
@@ -112,7 +162,10 @@ class Proposing:
 
         means = Means(self.config.gates, read, rng)
         p = self.config.proposer
-        return episodes, proposals.judge(written, p.format, p.gates, means)
+        judged = proposals.judge(written, p.format, p.gates, means)
+        self.funnel.add("question", (proposal.reason for proposal in judged))
+        self.funnel.took("question", time.perf_counter() - begun)
+        return episodes, judged
 
     def one_shot(self, proposed: Sequence[Proposal]) -> list[str]:
         """What a single retrieval with each question brings, as the solver would see it."""
@@ -139,14 +192,16 @@ class Proposing:
           progress: share of the training that is done, for curves that move.
           order_B: see `ProposalBatch.reward_order_B`.
         """
-        c, B = self.config, len(proposed)
+        c, count = self.config, len(proposed)
+        # One shape, whatever came through the stages before.
+        B = max(count, c.proposer.seeds_per_step * c.proposer.samples)
         contexts, valid_BC = None, np.zeros((B, self.columns), bool)
         if needs(c.reward, NEEDS_LIKELIHOOD):
-            items, owners, valid_BC = proposals.context_items(
+            items, owners, valid_BC[:count] = proposals.context_items(
                 proposed,
                 self.one_shot(proposed),
                 self.parts.solver_sampler.protocol,
-                self.parts.encode,
+                self.parts.solver.encode,
                 self.columns,
                 assembly.context_length(c),
             )
@@ -158,24 +213,31 @@ class Proposing:
             difficulty_B[list(probe.asked)] = curve(
                 np.asarray(probe.right_B, np.float64), probe.rollouts, progress
             )
+
+        def column(values: Sequence[float], dtype: type = np.float32, rest: float = 0) -> Any:
+            return np.array([*values, *[rest] * (B - count)], dtype)
+
         hops_B = np.array([p.seed.hops for p in proposed], np.int32)
         return ProposalBatch(
             proposals=pack(sampled_items(episodes), self.packs["proposer"]),
             contexts=contexts,
             signals=Signals(
-                format_B=np.array([p.format for p in proposed], np.float32),
-                passed_B=np.array([p.passed for p in proposed]),
-                hops_B=hops_B,
+                format_B=column([p.format for p in proposed]),
+                passed_B=column([p.passed for p in proposed], bool),
+                hops_B=column(hops_B.tolist(), np.int32),
                 probed_B=probed_B,
                 difficulty_B=difficulty_B,
                 valid_BC=valid_BC,
                 more={
-                    name: np.array([column(p) for p in proposed], np.float32)
-                    for name, column in proposals.COLUMNS.items()
+                    name: column([value(p) for p in proposed])
+                    for name, value in proposals.COLUMNS.items()
                 },
             ),
-            group_B=group_keys(c.proposer.advantage.group, proposed, hops_B),
-            reward_order_B=order_B,
+            # What is only padding is compared with nothing else.
+            group_B=column(
+                group_keys(c.proposer.advantage.group, proposed, hops_B).tolist(), np.int32, -1
+            ),
+            reward_order_B=np.concatenate([order_B, np.arange(count, B)]),
         )
 
 

@@ -6,15 +6,17 @@ the device: the whole rollout is one compiled program. An index folder or a serv
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from typing import Protocol as Protocol_
 
 import jax
 import numpy as np
 
 from zest_jax.errors import UserError
 from zest_jax.models import PolicyConfig
+from zest_jax.players import Player
 from zest_jax.retrieval import Retriever
 from zest_jax.retrieval.interface import PassageRetriever
 from zest_jax.retrieval.open_index import open_retriever
@@ -29,6 +31,12 @@ from zest_jax.tasks.world import World
 from zest_jax.tracing import TraceCounter
 
 
+class Find(Protocol_):
+    """Passages that a single search with each text brings, best first."""
+
+    def __call__(self, texts: Sequence[str], most: int = 0) -> list[list[Passage]]: ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Retrieval:
     """What answers searches.
@@ -38,14 +46,15 @@ class Retrieval:
       on_device: a retriever for each role that searches, which share encoder and index; {} where
         the host is asked.
       host: answers texts; None where everything is on device.
-      find: passages that a single search with each text brings, best first.
+      find: passages that a single search with each text brings, best first; as many as `top_k`, or
+        as its second argument says.
       top_k: passages per search.
     """
 
     name: str
     on_device: dict[str, Retriever]
     host: PassageRetriever | None
-    find: Callable[[Sequence[str]], list[list[Passage]]]
+    find: Find
     top_k: int
 
     def sampler(
@@ -84,12 +93,18 @@ class Retrieval:
 def build_retrieval(
     config: Any,
     world: World,
-    tokenizer: Any,
-    vocab_size: int,
-    protocols: dict[str, Protocol],
+    player: Player,
+    protocols: Mapping[str, Protocol],
     traces: TraceCounter,
 ) -> Retrieval:
     """What a config names.
+
+    Args:
+      config: the run's.
+      world: whose passages are embedded, without an index.
+      player: in whose tokens; an index has none.
+      protocols: how each role of the player writes; the first one's passages are the index's.
+      traces: counts the traces.
 
     Raises:
       UserError: the index does not open, or a passage does not fit an observation.
@@ -98,48 +113,58 @@ def build_retrieval(
     if config.retrieval.index:
         host = open_retriever(config.retrieval.index)
 
-        def find_on_host(texts: Sequence[str]) -> list[list[Passage]]:
-            answers = host.search_passages(list(texts), top_k)
+        def find_on_host(texts: Sequence[str], most: int = 0) -> list[list[Passage]]:
+            answers = host.search_passages(list(texts), most or top_k) if texts else []
             return [[passage for passage, _ in answer] for answer in answers]
 
         return Retrieval(config.retrieval.index, {}, host, find_on_host, top_k)
 
+    tokenizer = player.tokenizer
     searching = [r for r in protocols if protocols[r].kind(SEARCH) and config[r].searches]
     if config.schedule.kind == "labelled":
         searching = [role for role in searching if role == "solver"]
     for role in searching:
         check_passages(config, world, tokenizer, role, protocols[role])
     titles = [passage.title for passage in world.passages]
-    texts = [passage.text for passage in world.passages]
-    first = protocols["solver"]
+    bodies = [passage.text for passage in world.passages]
+    first, *_ = protocols
     retriever = Retriever.build(
         tokenizer,
         titles,
-        texts,
-        layout=first.layout,
+        bodies,
+        layout=protocols[first].layout,
         retrieved=top_k,
-        queries=first.most_queries,
-        observation_length=config.solver.observation_length,
+        queries=protocols[first].most_queries,
+        observation_length=config[first].observation_length,
         text_weight=config.retrieval.text_weight,
         dimension=config.retrieval.dimension,
-        vocab_size=vocab_size,
+        vocab_size=player.policy.vocab_size,
     )
-    on_device = {"solver": retriever}
+    on_device = {first: retriever}
     for role in searching:
         shown, size = protocols[role], config[role].observation_length
-        if role != "solver":
+        if role != first:
             store = passage_store(
-                tokenizer, titles, texts, shown.layout, top_k, shown.most_queries, size
+                tokenizer, titles, bodies, shown.layout, top_k, shown.most_queries, size
             )
             on_device[role] = retriever.shown_as(store)
-    search = traces.jit("search", retriever.search)
+    searches: dict[int, Callable[..., Any]] = {}
+
+    def search_for(most: int) -> Callable[..., Any]:
+        if most not in searches:
+            deeper = dataclasses.replace(retriever, retrieved=most)
+            name = "search" if most == top_k else f"search_{most}"
+            searches[most] = traces.jit(name, deeper.search)
+        return searches[most]
+
     width = config.proposer.action_length
     fixed = max(config.proposer.seeds_per_step * config.proposer.samples, 1)
 
-    def find_on_device(asked: Sequence[str]) -> list[list[Passage]]:
-        if not asked:
+    def find_on_device(texts: Sequence[str], most: int = 0) -> list[list[Passage]]:
+        if not texts:
             return []
-        questions = tokenizer([f" {text}" for text in asked], add_special_tokens=False)["input_ids"]
+        search = search_for(min(most or top_k, len(world.passages)))
+        questions = tokenizer([f" {text}" for text in texts], add_special_tokens=False)["input_ids"]
         found: list[list[Passage]] = []
         for at in range(0, len(questions), fixed):  # batches of one size, so that none re-traces
             part = questions[at : at + fixed]

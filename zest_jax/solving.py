@@ -84,7 +84,7 @@ class Solving:
     ) -> Attempts:
         """`group` rollouts for each question."""
         prompt = self.sampler.protocol.prompt
-        ids = self.parts.encode([prompt.format(question=task.question) for task in tasks])
+        ids = self.parts.solver.encode([prompt.format(question=task.question) for task in tasks])
         episodes = self.sampler(params, [i for i in ids for _ in range(group)], key, temperature)
         answers = self.sampler.answers(episodes)
         outcomes = [

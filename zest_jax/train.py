@@ -75,18 +75,20 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
     # ------------------------------------------------------------------------------------------
     parts = assembly.build(c, traces)
     preflight.check_world(c, parts)
-    plan = memory_plan.check_run(c, parts.policy, parts.retrieval.on_device)
+    asking = parts.proposer.policy if parts.apart else None
+    plan = memory_plan.check_run(c, parts.solver.policy, parts.retrieval.on_device, asking)
     workdir.write("memory.txt", plan.table() + "\n")
-    world, policy, frozen = parts.world, parts.policy, parts.frozen
+    world, policy, frozen = parts.world, parts.solver.policy, parts.solver.frozen
     solver_sampler = parts.solver_sampler
-    trained = sum(x.size for x in jax.tree.leaves(parts.params))
-    size = trained + sum(x.size for x in jax.tree.leaves(frozen))
+    trained, size = parts.solver.trained, parts.solver.size
     say(
         f"{c.method} on {world.name}: {len(world.passages)} passages, searches answered by "
-        f"{parts.retrieval.name}; policy of {size:,} parameters from {parts.origin}"
+        f"{parts.retrieval.name}; policy of {size:,} parameters from {parts.solver.origin}"
         + (f", of which {trained:,} in adapters are trained" if frozen else "")
     )
-    say(f"{parts.attention}; {plan.summary()}")
+    if parts.apart:
+        say(f"the proposer is another: {parts.proposer.size:,} parameters, {parts.proposer.origin}")
+    say(f"{parts.solver.attention}; {plan.summary()}")
 
     # ------------------------------------------------------------------------------------------
     # Compiled updates
@@ -99,7 +101,9 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
     proposer = assembly.proposer_state(c)
     imitated: list[Item] = []
     if c.warm_start.steps and c.warm_start.file:
-        imitated = cloning.episode_items(cloning.read_trajectories(c.warm_start.file), parts.encode)
+        imitated = cloning.episode_items(
+            cloning.read_trajectories(c.warm_start.file), parts.solver.encode
+        )
         cloning.check_lengths(imitated, packs["warm_start"].length, c.warm_start.file)
 
     cloning_step = traces.jit(
@@ -118,7 +122,9 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
     )
     proposer_update = traces.jit(
         "proposer_update",
-        functools.partial(updates.proposer_update, policy, policy, specs["proposer"], *paid),
+        functools.partial(
+            updates.proposer_update, parts.proposer.policy, policy, specs["proposer"], *paid
+        ),
         donate_argnums=0,
     )
     proposer_score = traces.jit(
@@ -130,7 +136,7 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
     # Where the run stands: phases, state, restore
     # ------------------------------------------------------------------------------------------
     phases = assembly.phases(c)
-    state = assembly.initial_state(c, parts.params)
+    state = assembly.initial_state(c, parts)
     host: dict[str, Any] = {"saves": 0, "phase": 0, "phase_step": 0, "step": 0}
     host |= {"records": 0, "retraces": 0, "seconds": {}, "base": assembly.base_of(parts)}
     host["pool"] = []
@@ -198,7 +204,7 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
             with watch("evaluation"):
                 answered[mode] = evaluation.answer_tasks(
                     solver_sampler,
-                    parts.whole(params),
+                    parts.solver.whole(params),
                     world.heldout_tasks,
                     key(f"eval {mode}"),
                     temperature,
@@ -235,14 +241,14 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
                 scripted = cloning.scripted_episodes(
                     parts.atlas, mix, w.sequences, rng("warm start")
                 )
-                items = cloning.episode_items(scripted, parts.encode)
+                items = cloning.episode_items(scripted, parts.solver.encode)
             state["solver"], values = cloning_step(
                 state["solver"], pack(items, packs["warm_start"]), frozen
             )
             record = {f"warm_start/{name}": float(value) for name, value in values.items()}
             stop = False
             if (step + 1) % w.stop_every == 0:
-                solver = parts.whole(state["solver"].params)
+                solver = parts.solver.whole(state["solver"].params)
                 answered = evaluation.answer_tasks(
                     solver_sampler, solver, world.validation_tasks, key("stop"), 0.0
                 )
@@ -260,10 +266,14 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
     def whole(name: str) -> Params:
         """The parameters of a role, the anchor or the base."""
         held = state[name]
-        return parts.whole(held.params if isinstance(held, updates.TrainState) else held)
+        params = held.params if isinstance(held, updates.TrainState) else held
+        return parts.player(name).whole(params)
 
-    def reference() -> Params | None:
-        return state["base"] if c.solver.kl_weight or c.proposer.kl_weight else None
+    def reference(role: str) -> Params | None:
+        """The policy that a role's KL penalty looks back at."""
+        if not c[role].kl_weight:
+            return None
+        return state["proposer_base" if parts.apart and role == "proposer" else "base"]
 
     def write_rollouts(log: str, iteration: int, lines: list[dict[str, Any]]) -> None:
         at = {"step": host["step"] + 1, "iteration": iteration}
@@ -300,13 +310,16 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
             per_row = proposer_score(state["anchor"], batch, frozen)
         else:
             state[proposer], values, per_row = proposer_update(
-                state[proposer], state["anchor"], batch, frozen, reference()
-            )
+                state[proposer], state["anchor"], batch, parts.proposer.frozen,
+                reference("proposer"), frozen,
+            )  # fmt: skip
         values, per_row = jax.device_get((values, per_row))
-        record = records.proposer_metrics(proposed, episodes, values, per_row, batch.signals)
+        per_row, signals = jax.tree.map(lambda x: x[: len(proposed)], (per_row, batch.signals))
+        record = records.proposer_metrics(proposed, episodes, values, per_row, signals)
         record |= records.rollout_metrics("proposer", proposing.sampler.counters)
+        record |= proposing.stage_metrics()
         if host["phase_step"] % c.log.rollouts_every == 0:
-            lines = records.proposal_traces(proposed[:6], per_row, batch.signals.valid_BC)
+            lines = records.proposal_traces(proposed[:6], per_row, signals.valid_BC)
             write_rollouts("proposals.jsonl", phase.iteration, lines)
         return record, batch
 
@@ -330,7 +343,7 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
         batch = None
         for batch in solving.batches(attempts, advantage_N):
             state["solver"], values = solver_update(
-                state["solver"], batch, advantage_N, frozen, reference()
+                state["solver"], batch, advantage_N, frozen, reference("solver")
             )
         values = jax.device_get(values)
         record = records.solver_metrics(
@@ -352,7 +365,10 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
     def proposer_phase(phase: assembly.Phase, bar: Any) -> None:
         assert proposing is not None and proposer is not None
         while host["phase_step"] < phase.steps:
-            seeds = proposing.draw(c.proposer.seeds_per_step, rng("chains"))
+            seeds = proposing.draw(
+                whole(proposer), c.proposer.seeds_per_step, rng("chains"), key("stages"),
+                c.source.rounds,
+            )  # fmt: skip
             episodes, proposed = proposing.propose(
                 whole(proposer), seeds, key("propose"), rng("gates"), c.proposer.samples,
                 whole("anchor"),
@@ -379,7 +395,9 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
         if host["phase_step"] > 0:  # generated before the phase began
             return list(read_tasks(path))
         g, probes = c.generation, needs(c.reward, NEEDS_DIFFICULTY)
-        seeds = proposing.draw(c.schedule.max_seeds, rng("generation"))
+        seeds = proposing.draw(
+            whole(proposer), c.schedule.max_seeds, rng("generation"), key("stages")
+        )
         _, proposed = proposing.propose(
             whole(proposer), seeds, key("generation"), rng("gates"), g.samples, whole("anchor")
         )
@@ -431,7 +449,10 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
     def propose_tasks(count: int, word: str, iteration: int) -> tuple[Any, ...]:
         """Episodes, proposals, the indices of those that passed, and their tasks."""
         assert proposing is not None and proposer is not None
-        seeds = proposing.draw(count, rng(f"seeds to {word}"))
+        seeds = proposing.draw(
+            whole(proposer), count, rng(f"seeds to {word}"), key(f"stages to {word}"),
+            c.source.rounds,
+        )  # fmt: skip
         episodes, proposed = proposing.propose(
             whole(proposer), seeds, key(word), rng(f"gates to {word}"), c.proposer.samples,
             whole("solver"),
@@ -508,7 +529,7 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
                 run_phase[phase.kind](phase, bar)
             if phase.kind == "warm_start":
                 params = state["solver"].params
-                state |= assembly.state_from(c, params)
+                state |= assembly.state_from(c, parts, params)
             elif phase.kind in ("solver", "online"):
                 # The new solver is the next iteration's anchor.
                 solved = state["solver"]
@@ -545,6 +566,7 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
                 "traces": traces.traces,
                 "config_hash": config_hash(c),
                 "parameters": size,
+                "proposer_parameters": parts.proposer.size,
                 "seed": c.seed,
             }
             shown = list(workdir_lib.read_jsonl(workdir.rollouts / "proposals.jsonl"))

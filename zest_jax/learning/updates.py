@@ -261,6 +261,7 @@ def proposer_update(
     batch: ProposalBatch,
     frozen: Params | None = None,
     reference: Params | None = None,
+    anchor_frozen: Params | None = None,
 ) -> tuple[TrainState, Metrics, dict[str, jax.Array]]:
     """Likelihoods of all contexts, reward, advantage and update, in one program.
 
@@ -272,15 +273,17 @@ def proposer_update(
       reward: from the signals and likelihoods [B, C] to a dict of [B] arrays with at least
         `reward`.
       state: the proposer, donated by the caller's jit.
-      anchor_params: the frozen anchor; its adapters where `frozen` is given.
+      anchor_params: the frozen anchor; its adapters where `anchor_frozen` is given.
       batch: what the host supplies.
-      frozen: what proposer and anchor share, see `policy_update`.
+      frozen: of the proposer, see `policy_update`.
       reference: see `policy_update`.
+      anchor_frozen: what the anchor has beside its adapters; the same arrays as `frozen` where
+        proposer and anchor began as one policy.
 
     Returns:
       The new state, the update's metrics, and what `proposer_score` gives.
     """
-    per_row = proposer_score(anchor_config, advantage, reward, anchor_params, batch, frozen)
+    per_row = proposer_score(anchor_config, advantage, reward, anchor_params, batch, anchor_frozen)
     state, metrics = policy_update(
         config, spec, state, batch.proposals, per_row["advantage"], frozen, reference
     )

@@ -15,6 +15,7 @@ from zest_jax.errors import UserError
 from zest_jax.learning.packing import Item
 from zest_jax.tasks import scripts
 from zest_jax.tasks.atlas import Atlas
+from zest_jax.tasks.path_scripts import path_flaws, path_script, target_script
 from zest_jax.tasks.scripts import Segment
 from zest_jax.tasks.search_scripts import backward_chain, backward_script, document_script
 from zest_jax.tasks.types import read_records
@@ -32,11 +33,13 @@ class Mix:
       proposer: weight of question writing from a chain.
       document: weight of question writing from a document, with searches.
       backward: weight of question writing from an answer, with searches.
+      target: weight of naming a target for a reference question.
+      path: weight of question writing from an evidence path.
       renamed: share of the episodes whose names are random, so that reading has to be learnt and
         not names by heart.
       early_answer, wrong_field, relation_query: shares of the search episodes that go wrong in
         these ways (`scripts.solver_script`); the rest are right.
-      flawed_proposer: share of the proposals that are bad questions.
+      flawed_proposer: share of the proposals that are bad questions; of targets a third of it.
       max_hops: longest chain.
     """
 
@@ -45,6 +48,8 @@ class Mix:
     proposer: float = 0.3
     document: float = 0.0
     backward: float = 0.0
+    target: float = 0.0
+    path: float = 0.0
     renamed: float = 0.5
     early_answer: float = 0.5
     wrong_field: float = 0.1
@@ -57,7 +62,17 @@ def scripted_episodes(
     atlas: Atlas, mix: Mix, count: int, rng: np.random.Generator
 ) -> list[list[Segment]]:
     """Scripted episodes over training chains."""
-    weights = np.array([mix.solver, mix.reading, mix.proposer, mix.document, mix.backward])
+    weights = np.array(
+        [
+            mix.solver,
+            mix.reading,
+            mix.proposer,
+            mix.document,
+            mix.backward,
+            mix.target,
+            mix.path,
+        ]
+    )
     # Kinds of weight 0 are left out, so that adding one does not change what is drawn without it.
     there = np.flatnonzero(weights)
     kinds = rng.choice(there, size=count, p=weights[there] / weights.sum())
@@ -85,6 +100,14 @@ def scripted_episodes(
             while found is None:
                 found = backward_chain(atlas, int(rng.integers(2, mix.max_hops + 1)), rng)
             episodes.append(backward_script(found, atlas, rng, rename, flawed))
+        elif kind == 5:
+            flawed = bool(rng.random() < mix.flawed_proposer / 3)
+            episodes.append(target_script(chain, atlas, rng, flawed))
+        elif kind == 6:
+            flaws = path_flaws(hops)
+            flawed = bool(rng.random() < mix.flawed_proposer)
+            flaw = flaws[int(rng.integers(len(flaws)))] if flawed else None
+            episodes.append(path_script(chain, atlas, rng, rename, flaw))
         else:
             flaws = scripts.proposer_flaws(hops)
             flawed = rng.random() < mix.flawed_proposer

@@ -16,6 +16,7 @@ from zest_jax.rewards.information_gain import FULL, HOP_1, NONE, ONE_SHOT, SOURC
 from zest_jax.rollout.protocols import ANSWER, Protocol
 from zest_jax.rollout.sampler import Sampler
 from zest_jax.rollout.trajectories import Trajectories
+from zest_jax.tasks import path_gates as path_gates  # registers its gates
 from zest_jax.tasks.episodes import found_by, turns_of
 from zest_jax.tasks.formats import FORMATS
 from zest_jax.tasks.gates import ParsedProposal, parse_proposal

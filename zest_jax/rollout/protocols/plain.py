@@ -34,4 +34,11 @@ PLAIN_BACKWARD = Protocol(
     actions=(("search", SEARCH), ("question", ANSWER)),
 )
 
-PROTOCOLS = (PLAIN_SEARCH, PLAIN_PROPOSER, PLAIN_DOCUMENT, PLAIN_BACKWARD)
+# A proposer that is given a reference question names an answer of the same kind (ZEST-Search).
+PLAIN_TARGET = Protocol(
+    name="plain_target",
+    prompt="Name an answer.\nReference: {question}\n",
+    actions=(("answer", ANSWER),),
+)
+
+PROTOCOLS = (PLAIN_SEARCH, PLAIN_PROPOSER, PLAIN_DOCUMENT, PLAIN_BACKWARD, PLAIN_TARGET)

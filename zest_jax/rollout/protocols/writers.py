@@ -33,4 +33,30 @@ ZEST = Protocol(
     actions=(("answer", ANSWER),),
 )
 
-PROTOCOLS = (DR_FREE, ZEST)
+# The stages before ZEST's question: an answer first, then the facts that lead to it.
+ZEST_TARGET = Protocol(
+    name="zest_target",
+    prompt=(
+        "Here is a question. Do not answer it: name another entity of the same kind as its answer, "
+        "one that encyclopedia articles about other things mention. Reply with one JSON object, "
+        '{{"answer": "its name", "type": "what it is"}}, between <answer> and </answer>.\n'
+        "Question: {question}"
+    ),
+    actions=(("answer", ANSWER),),
+)
+
+ZEST_PATH = Protocol(
+    name="zest_path",
+    prompt=(
+        "Find a path of {hops} facts, or of fewer if there is none, that ends at {answer}. Every "
+        "fact leads from one entity to another and is held by one sentence of the documents below, "
+        "which names both; each fact begins where the one before it ends, and no entity comes "
+        'twice. Reply with one JSON object, {{"edges": [{{"head": "entity", "relation": "a few '
+        'words of the sentence", "tail": "entity", "sentence": "copied word for word", "document": '
+        '"what stands in brackets before it"}}]}}, between <answer> and </answer>.\n'
+        "Documents:\n{documents}"
+    ),
+    actions=(("answer", ANSWER),),
+)
+
+PROTOCOLS = (DR_FREE, ZEST, ZEST_TARGET, ZEST_PATH)
