@@ -1,4 +1,7 @@
-"""Scores of a solver on a set of tasks: exact match, F1, searches, valid answers, by hop."""
+"""Scores of a solver on a set of tasks: exact match, F1, searches, valid answers, by hop.
+
+How two sets of answers to the same tasks are compared stands in `behaviour`.
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -9,7 +12,9 @@ import numpy as np
 
 from zest_jax.models.policy import Params
 from zest_jax.rollout.sampler import Sampler
+from zest_jax.rollout.trajectories import Finish, Trajectories
 from zest_jax.statistics import bootstrap_ci
+from zest_jax.tasks.episodes import turns_of
 from zest_jax.tasks.types import Task
 from zest_jax.text import exact_match, token_f1
 
@@ -29,6 +34,10 @@ class Answered:
       searches: searches made.
       valid: a complete answer was given.
       text: the whole episode after the prompt.
+      queries: queries of its searches. This and what follows is None in older files.
+      duplicates: of these, the repeats of an earlier query of the episode.
+      finish: why the episode ended: the name of a `Finish` in small letters.
+      well_formed: valid, and every turn keeps to the protocol's grammar.
     """
 
     id: str
@@ -41,6 +50,10 @@ class Answered:
     searches: int
     valid: bool
     text: str
+    queries: int | None = None
+    duplicates: int | None = None
+    finish: str | None = None
+    well_formed: bool | None = None
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -56,9 +69,11 @@ def answer_tasks(
         add_special_tokens=False,
     )["input_ids"]
     episodes = sampler(params, prompts, key, temperature)
+    answers, spoken = sampler.answers(episodes), words_of(episodes, sampler)
+    formed = well_formed(sampler, spoken, answers)
     out = []
     for n, (task, answer, text) in enumerate(
-        zip(tasks, sampler.answers(episodes), sampler.texts(episodes), strict=True)
+        zip(tasks, answers, sampler.texts(episodes), strict=True)
     ):
         out.append(
             Answered(
@@ -72,9 +87,33 @@ def answer_tasks(
                 searches=int(episodes.searches_N[n]),
                 valid=answer is not None,
                 text=text,
+                queries=int(episodes.asked_N[n]),
+                duplicates=int(episodes.duplicates_N[n]),
+                finish=Finish(int(episodes.finish_N[n])).name.lower(),
+                well_formed=formed[n],
             )
         )
     return out
+
+
+def words_of(episodes: Trajectories, sampler: Sampler) -> list[tuple[str, ...]]:
+    """The policy's words of every turn of every episode, without the tokens that end a turn."""
+    tokenizer = sampler.tokenizer
+    ends = [*sampler.protocol.special, str(tokenizer.eos_token or "")]
+    out = turns_of(episodes, tokenizer)
+    for mark in filter(None, ends):
+        out = [tuple(turn.replace(mark, "") for turn in turns) for turns in out]
+    return out
+
+
+def well_formed(
+    sampler: Sampler, words: Sequence[Sequence[str]], answers: Sequence[str | None]
+) -> list[bool]:
+    """Of each episode: it has a complete answer, and each turn keeps to the protocol's grammar."""
+    return [
+        answer is not None and all(map(sampler.protocol.well_formed, turns))
+        for turns, answer in zip(words, answers, strict=True)
+    ]
 
 
 def summarise(answered: Sequence[Answered], draws: int = 10_000) -> dict[str, Any]:

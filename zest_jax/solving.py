@@ -11,13 +11,13 @@ import jax
 import numpy as np
 
 from zest_jax import assembly
+from zest_jax.evaluation import well_formed, words_of
 from zest_jax.fallback import EvidenceFallback
 from zest_jax.learning.packing import Item, Packed, PackSpec, pack
 from zest_jax.models.policy import Params
 from zest_jax.rewards.outcome import Outcome, outcome
 from zest_jax.rewards.solver import SOLVER_REWARDS, Group
 from zest_jax.rollout.trajectories import Role, Trajectories
-from zest_jax.tasks.episodes import turns_of
 from zest_jax.tasks.types import Task
 
 
@@ -97,13 +97,8 @@ class Solving:
         else:
             texts = self.sampler.texts(episodes)
             seen = observations(episodes, self.sampler.tokenizer)
-            protocol, spoken = self.sampler.protocol, self._turns(episodes)
-            formed = np.array(
-                [
-                    all(protocol.well_formed(turn) for turn in turns) and answer is not None
-                    for turns, answer in zip(spoken, answers, strict=True)
-                ]
-            )
+            protocol, spoken = self.sampler.protocol, words_of(episodes, self.sampler)
+            formed = np.array(well_formed(self.sampler, spoken, answers))
             asked = [
                 "\n".join(q for turn in turns for q in protocol.queries(turn) or ())
                 for turns in spoken
@@ -137,26 +132,12 @@ class Solving:
             attempts.tasks,
             attempts.episodes,
             attempts.answers,
-            self._turns(attempts.episodes),
+            words_of(attempts.episodes, self.sampler),
             attempts.reward_N,
         )
         return dataclasses.replace(
             attempts, reward_N=paid.reward_N, scale_N=paid.scale_N, notes=paid.notes
         )
-
-    @property
-    def _tok(self) -> Any:
-        return self.sampler.tokenizer
-
-    def _turns(self, episodes: Trajectories) -> list[tuple[str, ...]]:
-        """The policy's words by turn, without the tokens that end one."""
-        return [self._without_end(turns) for turns in turns_of(episodes, self._tok)]
-
-    def _without_end(self, turns: tuple[str, ...]) -> tuple[str, ...]:
-        special = [*self.sampler.protocol.special, str(self._tok.eos_token or "")]
-        for mark in filter(None, special):
-            turns = tuple(turn.replace(mark, "") for turn in turns)
-        return turns
 
     def _path(self, task: Task) -> tuple[tuple[str, ...], ...]:
         """Names of the chain's entities, where the world knows the chain."""
