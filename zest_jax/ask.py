@@ -435,7 +435,7 @@ entry = cli.program(
     needs_config=False,
     needs_workdir=False,
     memory_hint="take fewer --max_tokens, or a smaller policy",
-    argument="question",
+    arguments=("question",),
 )
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ def program(
     needs_config: bool = True,
     needs_workdir: bool = True,
     memory_hint: str = MEMORY_HINT,
-    argument: str = "",
+    arguments: Sequence[str] = (),
 ) -> Callable[..., int]:
     """Makes the entry point of a program.
 
@@ -87,8 +87,7 @@ def program(
       needs_config: whether to refuse to run without `--config`.
       needs_workdir: whether to refuse to run without `--workdir`.
       memory_hint: what to reduce when the memory does not suffice.
-      argument: name of the text flag that an argument without a name sets; "" where there may be
-        none.
+      arguments: names of the text flags that arguments without a name set, in their order.
 
     Returns:
       `entry(argv=None) -> exit code`; `argv` counts the program's name, like `sys.argv`.
@@ -103,10 +102,16 @@ def program(
                 return EXIT_OK
             values = _flag_values(define)
             config, stray = config_lib.parse_flags(values, argv)
-            if argument and len(stray) == 1:
-                values[argument].value = stray.pop()
-            if stray and argument:
-                raise UserError(f"several arguments are given; quote the {argument} as one.")
+            if len(stray) <= len(arguments):
+                for name in arguments[: len(stray)]:
+                    values[name].value = stray.pop(0)
+            elif len(arguments) == 1:
+                raise UserError(f"several arguments are given; quote the {arguments[0]} as one.")
+            elif arguments:
+                raise UserError(
+                    f"{len(stray)} arguments are given, and there are {len(arguments)}: "
+                    f"{', '.join(arguments)}."
+                )
             if stray:
                 raise UserError(
                     f"unexpected argument {stray[0]!r}; flags are written --name=value."

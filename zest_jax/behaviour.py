@@ -1,0 +1,223 @@
+"""How a solver behaves before and after: the same questions, answered twice, side by side.
+
+Each measure is one number a question, so that its difference has a paired bootstrap interval.
+"Rescued" is a question that was answered wrong and is now right (exact match), "regressed" the
+reverse. This is EviBack's behaviour report (arXiv 2607.23955, section 4); the paper's numbers are
+valid answers, searches, repeated queries, and 593 rescued against 140 regressed questions.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from zest_jax.errors import UserError
+from zest_jax.evaluation import Answered
+from zest_jax.rollout.trajectories import Finish
+from zest_jax.statistics import paired_bootstrap_ci
+from zest_jax.workdir import read_jsonl
+
+# Ends that a limit of the episode forced, not the solver.
+FORCED = frozenset(f.name.lower() for f in (Finish.OUT_OF_TURNS, Finish.TOO_LONG))
+
+_SHOWN = 3  # questions that a sentence names
+
+
+@dataclasses.dataclass(frozen=True)
+class Figure:
+    """A measure of behaviour.
+
+    Attributes:
+      name: key in files.
+      title: for people.
+      value: of one answer; None where its file is too old to tell.
+    """
+
+    name: str
+    title: str
+    value: Callable[[Answered], float | None]
+
+
+FIGURES = (
+    Figure("em", "exact match", lambda a: a.em),
+    Figure("f1", "F1", lambda a: a.f1),
+    Figure("valid", "valid answers", lambda a: a.valid),
+    Figure("well_formed", "well-formed episodes", lambda a: a.well_formed),
+    Figure("searches", "searches a question", lambda a: a.searches),
+    Figure("zero_search", "answered without a search", lambda a: a.searches == 0),
+    Figure("duplicate_queries", "repeated queries a question", lambda a: a.duplicates),
+    Figure(
+        "repeating",
+        "questions with a repeated query",
+        lambda a: None if a.duplicates is None else a.duplicates > 0,
+    ),
+    Figure(
+        "forced_stops",
+        "ended by a limit",
+        lambda a: None if a.finish is None else a.finish in FORCED,
+    ),
+)
+
+
+def compare(
+    before: Sequence[Answered], after: Sequence[Answered], draws: int = 10_000
+) -> dict[str, Any]:
+    """The behaviour report of two sets of answers, as JSON.
+
+    Args:
+      before, after: answers to the same questions, in any order.
+      draws: of the bootstrap.
+
+    Returns:
+      "count"; "figures": {name: {"title", "before", "after", "difference", "ci95"}}, the numbers
+      None where one side does not tell; "by_hop": {hops: {"count", name: [before, after]}};
+      "finish": {"before", "after"} with the number of episodes by the reason of their end;
+      "rescued" and "regressed": {"count", "questions": [{"id", "question", "golden_answers",
+      "before", "after"}]}.
+
+    Raises:
+      UserError: the questions, or their accepted answers, are not the same.
+    """
+    pairs = paired(before, after)
+    told: dict[str, Any] = {
+        "count": len(pairs),
+        "figures": {f.name: {"title": f.title, **_difference(f, pairs, draws)} for f in FIGURES},
+        "by_hop": {
+            str(hops): _of_hop([p for p in pairs if p[0].hops == hops])
+            for hops in sorted({a.hops for a, _ in pairs})
+        },
+        "finish": {
+            name: _finishes([pair[side] for pair in pairs])
+            for side, name in enumerate(("before", "after"))
+        },
+    }
+    for name, gain in (("rescued", 1), ("regressed", -1)):
+        changed = [_change(a, b) for a, b in pairs if (b.em >= 1) - (a.em >= 1) == gain]
+        told[name] = {"count": len(changed), "questions": changed}
+    return told
+
+
+def paired(
+    before: Sequence[Answered], after: Sequence[Answered]
+) -> list[tuple[Answered, Answered]]:
+    """Both answers to each question, in the order of `before`.
+
+    Raises:
+      UserError: the questions, or their accepted answers, are not the same.
+    """
+    if not before or not after:
+        raise UserError("there is no answer to compare; give files of evaluated questions.")
+    of_before, of_after = _by_question(before), _by_question(after)
+    shared = of_before.keys() & of_after.keys()
+    if of_before.keys() != of_after.keys():
+        raise UserError(
+            f"the two sides answer different questions: {len(before):,} and {len(after):,}, of "
+            f"which {len(shared):,} are the same; evaluate both on the same file (--tasks)."
+        )
+    other = [
+        key for key in of_before
+        if set(of_before[key].golden_answers) != set(of_after[key].golden_answers)
+    ]  # fmt: skip
+    if other:
+        named = ", ".join(repr(key[0]) for key in other[:_SHOWN])
+        raise UserError(
+            f"{len(other):,} questions have other accepted answers on the two sides ({named}"
+            f"{', …' if len(other) > _SHOWN else ''}); evaluate both on the same file (--tasks)."
+        )
+    return [(answer, of_after[key]) for key, answer in of_before.items()]
+
+
+def read_answers(path: str | Path, mode: str = "greedy") -> list[Answered]:
+    """The answers of an evaluation.
+
+    Args:
+      path: a file of `zest_jax.evaluate --out` or of a run's `evaluation/`, or the run's folder,
+        of which the latest evaluation counts.
+      mode: "greedy" or "sampled", of a run's file, which holds both.
+
+    Raises:
+      UserError: no such file, or one that holds something else.
+    """
+    path = Path(path)
+    if path.is_dir():
+        path = _latest(path)
+    if not path.exists():
+        raise UserError(f"{path}: no such file of evaluated questions, and no folder of a run.")
+    out = []
+    for number, record in enumerate(read_jsonl(path), 1):
+        try:
+            if record.pop("mode", mode) == mode:
+                out.append(Answered(**record))
+        except (TypeError, AttributeError):
+            raise UserError(
+                f"{path}, line {number} is no answer of an evaluation; write the file with "
+                "python -m zest_jax.evaluate --out=FILE."
+            ) from None
+    if not out:
+        raise UserError(f"{path} holds no {mode} answer.")
+    return out
+
+
+def _latest(folder: Path) -> Path:
+    files = [p for p in (folder / "evaluation").glob("iteration_*.jsonl")]
+    numbered = [(int(p.stem.partition("_")[2]), p) for p in files if p.stem[10:].isdigit()]
+    if not numbered:
+        raise UserError(f"{folder} holds no evaluation of a run; let it end, or name a file.")
+    return max(numbered)[1]
+
+
+def _by_question(answers: Sequence[Answered]) -> dict[tuple[str, str, int], Answered]:
+    """Answers by id, question and occurrence: ids of several data sets may be the same."""
+    seen: collections.Counter[tuple[str, str]] = collections.Counter()
+    out = {}
+    for answer in answers:
+        key = answer.id, answer.question
+        out[*key, seen[key]] = answer
+        seen[key] += 1
+    return out
+
+
+def _values(figure: Figure, answers: Sequence[Answered]) -> np.ndarray | None:
+    values = [figure.value(answer) for answer in answers]
+    return None if any(v is None for v in values) else np.array(values, np.float64)
+
+
+def _difference(
+    figure: Figure, pairs: Sequence[tuple[Answered, Answered]], draws: int
+) -> dict[str, Any]:
+    before, after = (_values(figure, [pair[side] for pair in pairs]) for side in (0, 1))
+    told: dict[str, Any] = {
+        "before": None if before is None else float(before.mean()),
+        "after": None if after is None else float(after.mean()),
+        "difference": None,
+        "ci95": None,
+    }
+    if before is not None and after is not None:
+        told["difference"] = float((after - before).mean())
+        told["ci95"] = list(paired_bootstrap_ci(before, after, draws=draws))
+    return told
+
+
+def _of_hop(pairs: Sequence[tuple[Answered, Answered]]) -> dict[str, Any]:
+    told: dict[str, Any] = {"count": len(pairs)}
+    for figure in FIGURES:
+        sides = [_values(figure, [pair[side] for pair in pairs]) for side in (0, 1)]
+        told[figure.name] = [None if v is None else float(v.mean()) for v in sides]
+    return told
+
+
+def _finishes(answers: Sequence[Answered]) -> dict[str, int]:
+    return dict(sorted(collections.Counter(a.finish or "not told" for a in answers).items()))
+
+
+def _change(before: Answered, after: Answered) -> dict[str, Any]:
+    return {
+        "id": before.id,
+        "question": before.question,
+        "golden_answers": before.golden_answers,
+        "before": before.answer,
+        "after": after.answer,
+    }
