@@ -55,7 +55,7 @@ def verdict(case, supported, f1):
     return Verdict(case.id, status, "", f1, Rule.B)
 
 
-def test_the_published_values_of_an_all_zero_group(tmp_path):
+def test_the_published_values_of_an_all_zero_group():
     # evidence and a right answer, evidence alone twice, and five times nothing
     worth = [(True, 1.0), (True, 0.0), (True, 0.0), *[(False, 1.0)] * 5]
     seen = []
@@ -64,9 +64,8 @@ def test_the_published_values_of_an_all_zero_group(tmp_path):
         seen.extend(cases)
         return [verdict(case, *worth[n % G]) for n, case in enumerate(cases)]
 
-    record = tmp_path / "verdicts.jsonl"
     mixed = [0, 1, 0, 0, 0, 0, 0, 0]
-    paid = pay(judge, [0] * G + mixed, record=record)
+    paid = pay(judge, [0] * G + mixed, answers=["Source", *["x"] * (2 * G - 1)])
     assert len(seen) == G, "nobody is asked about a group in which somebody is right"
     assert seen[0].question == "Where?" and seen[0].rounds[0].query == "Seine"
     assert seen[0].rounds[0].passages == (CORPUS[0],)
@@ -78,8 +77,15 @@ def test_the_published_values_of_an_all_zero_group(tmp_path):
     np.testing.assert_allclose(advantage_N[:G], [0.1984, 0.0661, 0.0661, *[-0.0661] * 5], atol=5e-5)
     np.testing.assert_allclose(advantage_N[G + 1], 7 / 8 / np.std(mixed, ddof=1), rtol=1e-4)
     assert paid.notes["teacher/all_zero_groups"] == 0.5 and paid.notes["teacher/asked"] == G
-    lines = [json.loads(line) for line in record.read_text().splitlines()]
-    assert len(lines) == G and lines[0]["id"] == "t0/0"
+    lines = json.loads(json.dumps(paid.lines))
+    assert [line["id"] for line in lines] == [f"t{n // G}/{n}" for n in range(2 * G)]
+    assert lines[0]["status"] == "supported_answer" and lines[0]["all_zero"]
+    assert (lines[0]["reward"], lines[0]["scale"], lines[0]["em"]) == (0.2, 0.1, 0.0)
+    assert lines[0]["actor_answer"] == "Source" and lines[0]["actor_f1"] == 0.0
+    assert lines[0]["searches"] == 1 and lines[0]["duplicates"] == 0 and lines[0]["well_formed"]
+    right = lines[G + 1]
+    assert right["skip"] == "group_scored" and not right["all_zero"] and right["status"] is None
+    assert (right["reward"], right["scale"], right["em"]) == (1.0, 1.0, 1.0)
 
 
 def test_the_bonus_needs_grammar_and_an_answer_and_beta_does_not():
@@ -102,7 +108,14 @@ def test_a_silent_teacher_pays_nothing_and_is_counted():
     config = CONFIG.copy_and_resolve_references()
     judge = EvidenceTeacher(teacher).judge
     searching = [1] * 4 + [0] * 4
-    paid = pay(judge, [0] * G, searching=searching, config=config, teacher=teacher)
+    said = []
+    paid = pay(judge, [0] * G, searching=searching, config=config, teacher=teacher, say=said.append)
+    (sentence,) = said
+    assert "UNANSWERED 4 (100.0%: timeout 4)" in sentence
+    assert paid.notes["teacher/failure_timeout"] == 4
+    assert [line["left_out"] for line in paid.lines] == [True] * G
+    assert paid.lines[0]["stage_a"]["failure"] == "timeout"
+    assert paid.lines[7]["skip"] == "no_evidence"
     assert not paid.reward_N.any() and set(paid.scale_N) == {1.0}
     assert paid.notes["teacher/unanswered"] == 1 and paid.notes["teacher/asked"] == 4
     assert paid.notes["teacher/groups_left_out"] == 1
@@ -122,6 +135,7 @@ def test_a_group_with_one_silence_is_left_at_its_zeros():
     paid = pay(judge, [0] * 2 * G)
     assert (paid.reward_N[:G] == 0.2).all() and not paid.reward_N[G:].any()
     assert paid.notes["teacher/groups_left_out"] == 0.5
+    assert [line["left_out"] for line in paid.lines] == [False] * G + [True] * G
 
 
 def test_nothing_is_asked_where_somebody_is_right_everywhere():

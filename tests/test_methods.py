@@ -66,14 +66,23 @@ def test_search_r1(place, tmp_path):
 
 
 def test_eviback(place, tmp_path):
-    _, records = run(place, tmp_path / "run", "configs/eviback.py:atlas")
+    report, records = run(place, tmp_path / "run", "configs/eviback.py:atlas")
     steps = of(records, "solver")
     assert len(steps) == 2
     zero = [s["solver/groups_all_wrong"] for s in steps]
     assert [s["teacher/all_zero_groups"] for s in steps] == zero and max(zero) > 0
-    verdicts = list(read_jsonl(tmp_path / "run" / "rollouts" / "verdicts.jsonl"))
-    assert len(verdicts) == 16 * sum(zero), "every rollout of an all-zero group has its verdict"
-    assert {v["skip"] for v in verdicts} <= {"", "no_evidence"}
+    lines = list(read_jsonl(tmp_path / "run" / "rollouts" / "rewards.jsonl"))
+    assert len(lines) == 2 * 16, "every rollout's reward has its provenance"
+    asked = [line for line in lines if line["all_zero"]]
+    assert len(asked) == 16 * sum(zero) and {v["skip"] for v in asked} <= {"", "no_evidence"}
+    for number, step in enumerate(steps, 1):
+        own = [line["reward"] for line in lines if line["step"] == number]
+        assert np.mean(own) == pytest.approx(step["solver/reward"])
+    em = report["behaviour"]["figures"]["em"]
+    assert em["difference"] == pytest.approx(report["heldout"]["gain"])
+    assert em["ci95"] == report["heldout"]["gain_ci95"]
+    assert report["behaviour"]["figures"]["forced_stops"]["before"] is not None
+    assert report["teacher"]["asked"] > 0 and report["teacher"]["unanswered_share"] == 0
 
 
 def test_dr_zero(place, tmp_path):

@@ -152,6 +152,46 @@ def test_page_shows_the_numbers(written):
     assert "France —capital→ Paris" in text.replace(" capital ", "capital").replace("— ", "—")
 
 
+def test_behaviour_and_a_silent_teacher_are_shown(tmp_path):
+    figure = {"title": "ended by a limit", "before": 0.5, "after": 0.25, "difference": -0.25}
+    told = {
+        "count": 8,
+        "figures": {"forced_stops": figure | {"ci95": [-0.5, 0.0]},
+                    "repeating": {"title": "repeats", "before": None, "after": 0.125,
+                                  "difference": None, "ci95": None}},
+        "rescued": {"count": 1, "questions": [
+            {"question": "Who <b>?", "golden_answers": ["x"], "before": None, "after": "x"}]},
+        "regressed": {"count": 0, "questions": []},
+    }  # fmt: skip
+    heard = {"teacher/asked": 6.0, "teacher/unanswered": 0.5, "teacher/failure_timeout": 3.0,
+             "teacher/status_none": 3.0, "teacher/status_supported_answer": 3.0}  # fmt: skip
+    steps = (
+        heard,
+        {"teacher/asked": 2.0, "teacher/unanswered": 0.0, "teacher/breach_no_reason": 1.0},
+        {"teacher/asked": 0.0, "teacher/unanswered": 0.0, "teacher/failure_timeout": None},
+        {"solver/em": 1.0},
+    )
+    metrics = [{"step": n, "phase": "solver", "time": 0.0, **each} for n, each in enumerate(steps)]
+    with Workdir(tmp_path) as workdir:
+        report_lib.write_report(workdir, {**SUMMARY, "behaviour": told}, metrics)
+        page = workdir.report_html.read_text()
+        teacher = json.loads(workdir.report_json.read_text())["teacher"]
+    assert teacher == {
+        "asked": 8, "unanswered": 3, "unanswered_share": 3 / 8,
+        "status": {"none": 3, "supported_answer": 3}, "failure": {"timeout": 3},
+        "breach": {"no_reason": 1},
+    }  # fmt: skip
+    checker = Checker()
+    checker.feed(page)
+    assert checker.open == []
+    text = " ".join(re.sub(r"<[^>]+>", " ", page).split())
+    assert "8 held-out questions before after" in text
+    assert "ended by a limit 0.500 0.250 −0.250 −0.500 to +0.000" in text
+    assert "repeats – 0.125 – –" in text and "Who &lt;b&gt;? (none) → x; expected: x" in text
+    assert "Unanswered 37.5 % 3 rollouts; their groups keep their zeros" in text
+    assert "Failures timeout 3" in text and "the grammar no reason 1" in text
+
+
 def test_charts_are_drawn_where_there_are_numbers():
     drawn, rest = report_lib.draw(METRICS)
     assert [each["title"] for each in drawn] == ["Held-out exact match", "Reward"]

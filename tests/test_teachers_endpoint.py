@@ -37,9 +37,9 @@ def completion(text, finish="stop", usage=(7, 3)):
 
 
 @contextlib.contextmanager
-def api(respond):
+def api(respond, port=0):
     """A server: `respond(request) -> bytes | (status, bytes, headers) | None`, where None drops the
-    connection. Yields the URL of its API and the requests: dicts of path, headers and body."""
+    connection. At a free port if none is given. Yields the URL of its API and the requests: dicts of path, headers and body."""
     requests, lock = [], threading.Lock()
 
     class Handler(BaseHTTPRequestHandler):
@@ -71,7 +71,7 @@ def api(respond):
         def log_message(self, *_):
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()

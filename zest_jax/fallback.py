@@ -15,7 +15,6 @@ import jax
 import numpy as np
 
 from zest_jax import assembly
-from zest_jax import workdir as workdir_lib
 from zest_jax.players import policy_folder
 from zest_jax.rewards.fallback import fallback_scores, needs_teacher
 from zest_jax.rollout.trajectories import Trajectories
@@ -33,7 +32,7 @@ from zest_jax.teachers.evidence import (
     Verdict,
     arrays,
     skipped,
-    summary,
+    step_metrics,
 )
 from zest_jax.teachers.interface import Teacher, check_answered
 from zest_jax.teachers.local import load_local
@@ -52,11 +51,14 @@ class Paid:
       reward_N: as before where somebody in the group was right, else the fallback's.
       scale_N: 1, or lambda in a group that the fallback paid.
       notes: metrics.
+      lines: where each rollout's reward comes from, as JSON: the verdict or why there is none, the
+        rollout's own exact match, F1, grammar, searches and repeated queries, its reward and scale.
     """
 
     reward_N: np.ndarray
     scale_N: np.ndarray
     notes: dict[str, float]
+    lines: list[dict[str, Any]]
 
 
 class EvidenceFallback:
@@ -67,7 +69,7 @@ class EvidenceFallback:
       parts: for the protocol, the corpus and the tokenizer.
       judge: verdicts of cases, in order.
       teacher: whose silence is counted; None where the judge is no teacher that can be silent.
-      record: where the verdicts are written, one line a rollout; None for nowhere.
+      say: is told of a silent teacher, once a step.
     """
 
     def __init__(
@@ -76,10 +78,10 @@ class EvidenceFallback:
         parts: assembly.Parts,
         judge: Judge,
         teacher: Teacher | None = None,
-        record: Path | None = None,
+        say: Callable[[str], None] | None = None,
     ):
         self.config, self.parts, self.judge = config, parts, judge
-        self.teacher, self.record = teacher, record
+        self.teacher, self.say = teacher, say
 
     def __call__(
         self,
@@ -119,8 +121,11 @@ class EvidenceFallback:
         if self.teacher is not None and before is not None:
             # Of this step alone: a teacher that dies late must not hide behind its good days.
             now = self.teacher.counts.since(before)
+            if now.failed and self.say is not None:
+                self.say(now.sentence())
             check_answered(now, self.config.teacher.most_unanswered, asked=8)
-        reward_N, scale_N = np.array(reward_N, np.float64), np.ones(len(reward_N))
+        em_N = np.array(reward_N, np.float64)
+        reward_N, scale_N = em_N.copy(), np.ones(len(reward_N))
         for at, g in enumerate(open_):
             of = slice(g * group, (g + 1) * group)
             own = verdicts[at * group : (at + 1) * group]
@@ -134,9 +139,37 @@ class EvidenceFallback:
                 reward_N[of], supported_G, f1_G, allowed_G, beta=f.beta, gamma=f.gamma, lam=f.lam
             )
             reward_N[of], scale_N[of] = scores.score_G, scores.scale
-        if self.record is not None and verdicts:
-            workdir_lib.append_jsonl(self.record, [v.to_json() for v in verdicts])
-        return Paid(reward_N, scale_N, self._notes(verdicts, len(open_), len(tasks), formed))
+        judged = dict(zip(open_, _groups(verdicts, group), strict=True))
+        lines = self._lines(tasks, episodes, answers, judged)
+        for n, line in enumerate(lines):
+            line |= {"em": float(em_N[n]), "well_formed": formed[n]}
+            line |= {"reward": float(reward_N[n]), "scale": float(scale_N[n])}
+        notes = self._notes(verdicts, len(open_), len(tasks), formed)
+        return Paid(reward_N, scale_N, notes, lines)
+
+    def _lines(
+        self,
+        tasks: Sequence[Task],
+        episodes: Trajectories,
+        answers: Sequence[str | None],
+        judged: dict[int, Sequence[Verdict]],
+    ) -> list[dict[str, Any]]:
+        """Provenance of each rollout, without its reward."""
+        out, group = [], len(answers) // max(len(tasks), 1)
+        for n, answer in enumerate(answers):
+            task, own = tasks[n // group], judged.get(n // group)
+            verdict = own[n % group] if own else skipped(f"{task.id}/{n}", Skip.GROUP_SCORED)
+            actor = {
+                "question": task.question,
+                "actor_answer": answer,
+                "actor_f1": float(token_f1(answer, task.answers)),
+                "searches": int(episodes.searches_N[n]),
+                "duplicates": int(episodes.duplicates_N[n]),
+                "all_zero": own is not None,
+                "left_out": own is not None and any(v.unanswered for v in own),
+            }
+            out.append(verdict.to_json() | actor)
+        return out
 
     def _case(self, task: Task, episodes: Trajectories, n: int, turns: Sequence[str]) -> Case:
         protocol, corpus = self.parts.solver_sampler.protocol, self.parts.world.passages
@@ -151,35 +184,34 @@ class EvidenceFallback:
 
     def _left_out(self, verdicts: Sequence[Verdict], open_: int) -> int:
         """All-zero groups that stay unpaid since some verdict of theirs is missing."""
-        group = len(verdicts) // max(open_, 1)
-        parts = [verdicts[at * group : (at + 1) * group] for at in range(open_)]
+        parts = _groups(verdicts, len(verdicts) // max(open_, 1))
         return sum(any(verdict.unanswered for verdict in part) for part in parts)
 
     def _notes(
         self, verdicts: Sequence[Verdict], open_: int, groups: int, formed: Sequence[bool]
     ) -> dict[str, float]:
-        told = summary(verdicts)
-        notes = {
+        return step_metrics(verdicts) | {
             "teacher/all_zero_groups": open_ / max(groups, 1),
-            "teacher/asked": float(told["asked"]),
-            "teacher/unanswered": told["unanswered_share"],
             "teacher/groups_left_out": self._left_out(verdicts, open_) / max(groups, 1),
-            "teacher/supported": float(np.mean([v.supported for v in verdicts] or [False])),
             "solver/well_formed": float(np.mean(formed)),
         }
-        return notes | {f"teacher/status_{k}": float(v) for k, v in told["status"].items()}
 
 
-def build_fallback(config: Any, parts: assembly.Parts, workdir: Path) -> EvidenceFallback:
-    """The fallback that a config names; its verdicts go to `rollouts/verdicts.jsonl`.
+def _groups(verdicts: Sequence[Verdict], group: int) -> list[Sequence[Verdict]]:
+    return [verdicts[at : at + group] for at in range(0, len(verdicts), max(group, 1))]
+
+
+def build_fallback(
+    config: Any, parts: assembly.Parts, workdir: Path, say: Callable[[str], None] | None = None
+) -> EvidenceFallback:
+    """The fallback that a config names; what its teacher answers is cached in `teacher/`.
 
     Raises:
       UserError: the teacher's place is missing or wrong.
     """
     t = config.teacher
-    record = workdir / "rollouts" / "verdicts.jsonl"
     if t.kind == "reader":
-        return EvidenceFallback(config, parts, ReaderJudge(config, parts), None, record)
+        return EvidenceFallback(config, parts, ReaderJudge(config, parts))
     teacher: Teacher
     if t.kind == "local":
         teacher = load_local(policy_folder(t.where), max_tokens=t.max_tokens)
@@ -204,7 +236,7 @@ def build_fallback(config: Any, parts: assembly.Parts, workdir: Path) -> Evidenc
         )
     prompts = read_prompts(t.prompts) if t.prompts else DEFAULT
     judge = EvidenceTeacher(teacher, prompts, EvidenceSettings(documents=t.documents))
-    return EvidenceFallback(config, parts, judge.judge, teacher, record)
+    return EvidenceFallback(config, parts, judge.judge, teacher, say)
 
 
 class ReaderJudge:

@@ -4,7 +4,9 @@
 
 Summary: a nested dict; `REQUIRED` lists what must be in it. Further keys go into report.json as
 they are. Some are shown: "title", "notes" (sentences) and, under heldout.before and heldout.after,
-"f1", "valid", "em_sampled" and "by_hop" ({"1": {"em", "f1", "searches", "valid", "count"}, …}).
+"f1", "valid", "em_sampled" and "by_hop" ({"1": {"em", "f1", "searches", "valid", "count"}, …}); and
+"behaviour" (`behaviour.compare`). Where the metrics speak of a teacher, "teacher" is added to it
+(`teachers.evidence.totals`).
 
 Traces, either of (all but "kind" may be missing):
   {"kind": "solver", "label": "after iteration 2", "question", "golden_answers": […], "answer",
@@ -29,6 +31,7 @@ from markupsafe import Markup
 
 import zest_jax
 from zest_jax import charts
+from zest_jax.teachers.evidence import totals
 from zest_jax.workdir import Workdir
 
 REQUIRED = (
@@ -122,6 +125,11 @@ CHARTS = (
         "share of multi-hop questions that the first passage gives away",
     ),
     Chart("Proposals accepted", ("generate/accepted", "generate/duplicates")),
+    Chart(
+        "Teacher",
+        ("teacher/unanswered", "teacher/groups_left_out", "teacher/all_zero_groups"),
+        "shares: asked and unanswered; groups left unpaid for it; groups in which nobody is right",
+    ),
     Chart("Warm start", ("warm_start/loss", "warm_start/validation_em"), "behaviour cloning"),
     Chart("Loss", ("solver/loss", "proposer/loss")),
     Chart("Gradient norm", ("solver/grad_norm", "proposer/grad_norm")),
@@ -155,7 +163,8 @@ def write_report(
             if not isinstance(value, Mapping) or part not in value:
                 raise KeyError(f"the report's summary lacks {path}")
             value = value[part]
-    plain = _plain(summary)
+    teacher = totals(metrics)
+    plain = _plain(summary if teacher is None else {**summary, "teacher": teacher})
     text = json.dumps(plain, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     config = workdir.config_json.read_text("utf-8") if workdir.config_json.exists() else ""
     page = render(plain, metrics, traces, config)
@@ -188,6 +197,8 @@ def render(
         low=heldout["gain_ci95"][0],
         high=heldout["gain_ci95"][1],
         hops=_by_hop(heldout),
+        behaviour=summary.get("behaviour"),
+        teacher=summary.get("teacher"),
         charts=drawn,
         more_charts=rest,
         proposals=[_trace(each) for each in traces if each["kind"] == "proposal"],

@@ -33,6 +33,7 @@ class Attempts:
       reward_N: shaped reward of each rollout.
       scale_N: factor of each rollout's advantage, one for a group; None for 1 everywhere.
       notes: metrics of what shaped the rewards.
+      lines: where each reward comes from, as JSON; () where it is the outcome alone.
     """
 
     tasks: Sequence[Task]
@@ -42,6 +43,7 @@ class Attempts:
     reward_N: np.ndarray
     scale_N: np.ndarray | None = None
     notes: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    lines: Sequence[dict[str, Any]] = ()
 
     @property
     def group(self) -> int:
@@ -136,7 +138,11 @@ class Solving:
             attempts.reward_N,
         )
         return dataclasses.replace(
-            attempts, reward_N=paid.reward_N, scale_N=paid.scale_N, notes=paid.notes
+            attempts,
+            reward_N=paid.reward_N,
+            scale_N=paid.scale_N,
+            notes=paid.notes,
+            lines=paid.lines,
         )
 
     def _path(self, task: Task) -> tuple[tuple[str, ...], ...]:

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zest_jax import assembly, cli, evaluation, memory_plan, preflight, records
+from zest_jax import assembly, behaviour, cli, evaluation, memory_plan, preflight, records
 from zest_jax import workdir as workdir_lib
 from zest_jax.checkpoint import Checkpoints
 from zest_jax.config import config_hash
@@ -95,7 +95,7 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
     # ------------------------------------------------------------------------------------------
     specs = assembly.update_specs(c)
     packs = assembly.pack_specs(c)
-    fallback = build_fallback(c, parts, workdir.path) if c.fallback.enabled else None
+    fallback = build_fallback(c, parts, workdir.path, say) if c.fallback.enabled else None
     solving = Solving(c, parts, packs, fallback)
     proposing = Proposing(c, parts, packs) if parts.proposer_sampler is not None else None
     proposer = assembly.proposer_state(c)
@@ -151,7 +151,7 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
     watch.add("start", time.perf_counter() - begun)
     resumed = checkpoints.latest is not None
     metrics = MetricsWriter(workdir, host["step"] if resumed else None, host["records"])
-    for log in ("proposals.jsonl", "episodes.jsonl"):
+    for log in ("proposals.jsonl", "episodes.jsonl", "rewards.jsonl"):
         workdir_lib.truncate_after(workdir.rollouts / log, host["step"])
 
     def rng(word: str) -> np.random.Generator:
@@ -351,6 +351,8 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
         )
         record |= records.rollout_metrics("solver", solver_sampler.counters)
         record |= attempts.notes
+        if attempts.lines:
+            write_rollouts("rewards.jsonl", iteration, list(attempts.lines))
         if host["phase_step"] % c.log.rollouts_every == 0:
             lines = records.episode_traces(
                 attempts.tasks, attempts.episodes, attempts.answers, attempts.outcomes,
@@ -559,6 +561,7 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
                     "gain": gain,
                     "gain_ci95": [low, high],
                 },
+                "behaviour": behaviour.compare(answers_before, answers_after, c.evaluation.draws),
                 "wall_seconds": watch.seconds,
                 "seconds_of_this_start": time.perf_counter() - begun,
                 "device": device,

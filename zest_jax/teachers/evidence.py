@@ -20,7 +20,7 @@ import enum
 import json
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -404,6 +404,55 @@ def summary(verdicts: Sequence[Verdict]) -> dict[str, Any]:
     for name, outcomes in stages.items():
         told[f"breach_{name}"] = _count(s.breach for s in outcomes if s and s.breach)
         told[f"failure_{name}"] = _count(s.failure for s in outcomes if s and s.failure)
+    return told
+
+
+def step_metrics(verdicts: Sequence[Verdict]) -> dict[str, float]:
+    """A training step's counts under their metric keys: how many were asked about, the share
+    without an answer, the share with support, and how many there are of each status, failure and
+    breach. `totals` adds them up."""
+    told = summary(verdicts)
+    out = {
+        "teacher/asked": float(told["asked"]),
+        "teacher/unanswered": told["unanswered_share"],
+        "teacher/supported": float(np.mean([v.supported for v in verdicts] or [False])),
+    }
+    kinds = {"status": [told["status"]]}
+    kinds |= {name: [told[f"{name}_a"], told[f"{name}_b"]] for name in ("failure", "breach")}
+    for name, parts in kinds.items():
+        counts = sum(map(Counter, parts), Counter())
+        out |= {f"teacher/{name}_{kind}": float(count) for kind, count in counts.items()}
+    return out
+
+
+def totals(metrics: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """A run's teacher in numbers, of all steps together; None where none was asked.
+
+    Args:
+      metrics: records with the keys of `step_metrics`.
+
+    Returns:
+      "asked", "unanswered", "unanswered_share", and "status", "failure", "breach" by kind. Counts
+      are of rollouts; one of which both stages failed has two failures.
+    """
+    steps = [record for record in metrics if record.get("teacher/asked")]
+    if not steps:
+        return None
+    asked = sum(record["teacher/asked"] for record in steps)
+    silent = sum(record["teacher/asked"] * record["teacher/unanswered"] for record in steps)
+    told: dict[str, Any] = {
+        "asked": round(asked),
+        "unanswered": round(silent),
+        "unanswered_share": silent / asked,
+    }
+    for name in ("status", "failure", "breach"):
+        head = f"teacher/{name}_"
+        counts: Counter[str] = Counter()
+        for record in steps:
+            for key, value in record.items():
+                if key.startswith(head) and value:
+                    counts[key.removeprefix(head)] += round(value)
+        told[name] = dict(sorted(counts.items()))
     return told
 
 
