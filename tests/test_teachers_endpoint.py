@@ -39,7 +39,8 @@ def completion(text, finish="stop", usage=(7, 3)):
 @contextlib.contextmanager
 def api(respond, port=0):
     """A server: `respond(request) -> bytes | (status, bytes, headers) | None`, where None drops the
-    connection. At a free port if none is given. Yields the URL of its API and the requests: dicts of path, headers and body."""
+    connection. At a free port unless one is given. Yields the URL of its API and the requests:
+    dicts of path, headers and body."""
     requests, lock = [], threading.Lock()
 
     class Handler(BaseHTTPRequestHandler):

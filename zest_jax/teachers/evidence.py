@@ -420,7 +420,7 @@ def step_metrics(verdicts: Sequence[Verdict]) -> dict[str, float]:
     kinds = {"status": [told["status"]]}
     kinds |= {name: [told[f"{name}_a"], told[f"{name}_b"]] for name in ("failure", "breach")}
     for name, parts in kinds.items():
-        counts = sum(map(Counter, parts), Counter())
+        counts: Counter[str] = sum(map(Counter, parts), Counter())
         out |= {f"teacher/{name}_{kind}": float(count) for kind, count in counts.items()}
     return out
 
