@@ -179,12 +179,53 @@ def run_search(teach=teach, control=control, rounds=3, cases=CASES):
 def test_the_better_axis_wins():
     best, tried, why = run_search()
     assert "STRICT" in best.system and best.name == "zest-1+1.instruction"
-    assert "above 0.98" in why and len(tried) == 6
+    assert "above 0.98" in why and [t.axis for t in tried] == ["start", *ape.AXES]
     by = {t.axis: t for t in tried}
     assert by["start"].scores.objective == pytest.approx(0.5), "all covered, none insufficient"
     assert by["instruction"].scores.objective == 1 and by["examples"].scores.objective == 0.5
     assert "lacks" in by["references"].problem and "timeout" in by["thinking"].problem
+    assert by["calls"].problem == "no <notes>"
     assert json.loads(json.dumps([t.to_json() for t in tried]))[1]["scores"]["recall"] == 1
+
+
+def test_several_calls_are_an_axis():
+    """A teacher that judges well only after notes; the next round keeps them."""
+    note = "Say what is there. {question} {evidence}"
+
+    def teach_by_notes(conversation):
+        text = conversation[-1].content
+        if text.startswith("Say what"):
+            return "lacking" if "Nothing of it" in text else "there"
+        if "Notes: lacking" in text:
+            return blocks(N, PLACEHOLDER)
+        return teach(conversation)
+
+    asked = []
+
+    def split(conversation):
+        text = conversation[-1].content
+        asked.append(text)
+        if ape.AXES["calls"] not in text:
+            return control(conversation).replace(" Be STRICT.", "")
+        told = f"<system>{DEFAULT.system}</system><stage_b>{DEFAULT.stage_b}</stage_b>"
+        return told + f"<stage_a>{DEFAULT.stage_a} Notes: {{notes}}</stage_a><notes>{note}</notes>"
+
+    axes = ("instruction", "calls")
+    plan = Search(rounds=2, axes=axes)
+    cases = [c for c in CASES if c.label != A]
+    who = ScriptedTeacher(teach_by_notes), ScriptedTeacher(split)
+    best, tried, why = search(DEFAULT, cases, *who, EvidenceSettings(), plan, Quiet())
+    assert best.notes == note and best.calls == 3 and best.name == "zest-1+1.calls"
+    assert "above 0.98" in why and tried[-1].scores.objective == 1
+    assert [t.to_json()["calls"] for t in tried] == [2, 2, 3]
+    assert not any("<notes>Say" in text for text in asked)
+    (message,) = ape.asks_for("layout", best, measure([], []), [])
+    assert f"<notes>{note}</notes>" in message.content, "the call is shown once it is there"
+    whole = "".join(f"<{f}>{getattr(best, f)}</{f}>" for f in ("system", "stage_a", "stage_b"))
+    assert "both or neither" in ape.read_candidate(Reply(whole), "x"), "it is not lost by accident"
+    assert ape.read_candidate(Reply(whole + f"<notes>{note}</notes>"), "x") == (
+        dataclasses.replace(best, name="x")
+    )
 
 
 def test_the_search_ends_where_nothing_helps():
@@ -193,7 +234,7 @@ def test_the_search_ends_where_nothing_helps():
         return said if isinstance(said, Failure) else said.replace(" Be STRICT.", "")
 
     best, tried, why = run_search(control=no_better)
-    assert best is DEFAULT and "no candidate of round 1" in why and len(tried) == 6
+    assert best is DEFAULT and "no candidate of round 1" in why and len(tried) == 7
     mute = ScriptedTeacher(lambda c: Failure.TIMEOUT)
     with pytest.raises(UserError, match="cannot be measured"):
         search(DEFAULT, CASES, mute, mute, EvidenceSettings(), Search(), Quiet())
@@ -248,7 +289,7 @@ def test_the_program(cases_file, tmp_path, capsys):
         assert json.loads(capsys.readouterr().out) == told
     best = read_prompts(work / "prompts.json")
     assert "STRICT" in best.system and best.version == told["prompts"]["version"]
-    assert told["hold_out"]["after"]["objective"] == 1 and len(report["tried"]) == 6
+    assert told["hold_out"]["after"]["objective"] == 1 and len(report["tried"]) == 7
     assert told["hold_out"]["before"]["objective"] == 0.5
     low, high = told["hold_out"]["gain_ci95"]
     assert 0 <= low < high <= 1 and told["hold_out"]["lacks"] == []

@@ -35,6 +35,7 @@ from zest_jax.teachers.interface import (
     Reply,
     check_answered,
     conversation_key,
+    digest,
     failed,
     user,
 )
@@ -230,6 +231,46 @@ def test_what_each_stage_sees():
     assert record["versions"]["teacher"] == {"kind": "scripted", "name": "scripted"}
 
 
+NOTED = dataclasses.replace(
+    DEFAULT,
+    stage_a=DEFAULT.stage_a + "\nNotes: {notes}",
+    notes="What of {question} is in {evidence}?",
+)
+
+
+def test_notes_are_taken_before_stage_a_and_shown_to_it_alone():
+    seen = []
+
+    def script(conversation):
+        seen.append(conversation)
+        if conversation[-1].content.startswith("What of"):
+            return " All {evidence} of it. \n"
+        b = "Candidate answers" in conversation[-1].content
+        return blocks(S, "Jane Austen" if b else "Jane")
+
+    verdict = EvidenceTeacher(ScriptedTeacher(script), NOTED).judge([CASE])[0]
+    notes, a, b = (conversation[-1].content for conversation in seen)
+    assert [m.role for m in seen[0]] == ["user"] and [m.role for m in seen[1]] == ["system", "user"]
+    assert CASE.question in notes and "emma author" in notes and "J. Austen" not in notes
+    assert a.endswith("Notes: All {evidence} of it.") and "All {evidence}" not in b
+    assert verdict.supported and verdict.rule == Rule.B and verdict.notes == "All {evidence} of it."
+    assert NOTED.calls == 3 and DEFAULT.calls == 2 and NOTED.version != DEFAULT.version
+
+
+def test_a_failure_to_take_notes_is_no_verdict():
+    def script(conversation):
+        text = conversation[-1].content
+        if text.startswith("What of") and "q1" in text:
+            return Failure.TIMEOUT
+        return blocks(N, PLACEHOLDER)
+
+    cases = [dataclasses.replace(CASE, question=f"q{n}", id=str(n)) for n in range(3)]
+    got = EvidenceTeacher(ScriptedTeacher(script), NOTED).judge(cases)
+    assert [v.unanswered for v in got] == [False, True, False]
+    assert got[1].rule == Rule.A_INVALID and got[1].stage_a.failure == Failure.TIMEOUT
+    assert got[0].rule == Rule.A_INSUFFICIENT and got[1].status is None
+
+
 def test_evidence_is_cut_where_that_is_asked_for():
     text = show_evidence(CASE, EvidenceSettings(document_characters=7), queries=False)
     assert json.loads(text) == {"documents": [{"title": "Emma", "contents": "A novel"}]}
@@ -316,6 +357,24 @@ def test_prompts_are_frozen_with_their_digest(tmp_path):
         Prompts("x", "", "{question}", DEFAULT.stage_b)
     with pytest.raises(UserError, match="without them"):
         Prompts("x", "", "{question}{evidence}{references}", DEFAULT.stage_b)
+    for change, said in [
+        ({"stage_a": "{question}{evidence}"}, "both or neither"),
+        ({"notes": ""}, "both or neither"),
+        ({"notes": "{question}"}, "lacks {evidence} in its notes"),
+        ({"notes": "{question}{evidence}{references}"}, "in its notes, which"),
+        ({"stage_b": NOTED.stage_b + "{notes}"}, "in its stage_b"),
+    ]:
+        with pytest.raises(UserError, match=said):
+            dataclasses.replace(NOTED, **change)
+    NOTED.write(path)
+    assert read_prompts(path) == NOTED
+    # Files from before there were notes are read, and their digest stays.
+    DEFAULT.write(path)
+    told = json.loads(path.read_text())
+    del told["notes"]
+    path.write_text(json.dumps(told))
+    assert read_prompts(path) == DEFAULT
+    assert DEFAULT.version == digest([DEFAULT.system, DEFAULT.stage_a, DEFAULT.stage_b])
     assert prompts_lib.fill("{a}{b}{c}", {"a": "{b}", "b": "{a}"}) == "{b}{a}{c}"
 
 

@@ -3,7 +3,8 @@
 Two questions to a frozen teacher. *Stage A* judges without the references whether the evidence
 suffices; *stage B*, asked only where A did not say "insufficient", sees the references as
 candidates and settles the form of the answer. Their replies are merged by fixed rules (`merge`).
-B can never overturn an "insufficient" of A: that is the hard boundary.
+B can never overturn an "insufficient" of A: that is the hard boundary. Prompts may have a third
+call, before stage A, whose notes stage A is shown (`Prompts.notes`).
 
 A reply is three blocks, <reason>, <status>, <answer>, and nothing else (`parse_reply`). Any breach
 makes it worth nothing, as does a teacher that does not answer; the two are told apart.
@@ -143,7 +144,9 @@ class Verdict:
       rule: what decided the merge.
       literal: the answer was replaced by a reference that stands in the evidence.
       skip: why nothing was asked.
-      stage_a, stage_b: None where a stage was not asked.
+      stage_a, stage_b: None where a stage was not asked. Where the notes before it failed, stage A
+        has their failure.
+      notes: the text of the call before stage A; "" without one.
       versions: of the rules and prompts, and the teacher's card.
     """
 
@@ -156,6 +159,7 @@ class Verdict:
     skip: Skip = Skip.NONE
     stage_a: Stage | None = None
     stage_b: Stage | None = None
+    notes: str = ""
     versions: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
@@ -221,13 +225,24 @@ class EvidenceTeacher:
         }
 
     def judge(self, cases: Sequence[Case]) -> list[Verdict]:
-        """A verdict on each case, in order; two calls of the teacher at most. Never raises for a
-        fault of the teacher."""
+        """A verdict on each case, in order; one call of the teacher for each stage. Never raises
+        for a fault of the teacher."""
         s = self.settings
-        with_evidence = [n for n, case in enumerate(cases) if case.passages]
+        asked = [n for n, case in enumerate(cases) if case.passages]
         stage_a: dict[int, Stage] = {}
-        replies = self.teacher.ask([self._conversation(cases[n], "stage_a") for n in with_evidence])
-        for n, reply in zip(with_evidence, replies, strict=True):
+        notes: dict[int, str] = {}
+        if self.prompts.notes:
+            replies = self.teacher.ask([self._conversation(cases[n], "notes") for n in asked])
+            for n, reply in zip(asked, replies, strict=True):
+                if reply.text is None:
+                    stage_a[n] = Stage(failure=reply.failure, detail=f"notes: {reply.detail}")
+                else:
+                    notes[n] = reply.text.strip()
+            asked = list(notes)
+        replies = self.teacher.ask(
+            [self._conversation(cases[n], "stage_a", notes.get(n, "")) for n in asked]
+        )
+        for n, reply in zip(asked, replies, strict=True):
             stage_a[n] = parse_reply(reply)
         stage_b: dict[int, Stage] = {}
         open_ = [n for n, a in stage_a.items() if a.valid and a.status != Status.INSUFFICIENT]
@@ -236,7 +251,11 @@ class EvidenceTeacher:
             stage_b[n] = parse_reply(reply, s.reason_words)
         versions = self.versions
         return [
-            dataclasses.replace(self._verdict(case, stage_a[n], stage_b.get(n)), versions=versions)
+            dataclasses.replace(
+                self._verdict(case, stage_a[n], stage_b.get(n)),
+                notes=notes.get(n, ""),
+                versions=versions,
+            )
             if n in stage_a
             else skipped(case.id, Skip.NO_EVIDENCE)
             for n, case in enumerate(cases)
@@ -260,11 +279,12 @@ class EvidenceTeacher:
             stage_b=b,
         )
 
-    def _conversation(self, case: Case, stage: str) -> tuple[Message, ...]:
+    def _conversation(self, case: Case, stage: str, notes: str = "") -> tuple[Message, ...]:
         fields = {
             "question": case.question,
-            "evidence": show_evidence(case, self.settings, queries=stage == "stage_a"),
+            "evidence": show_evidence(case, self.settings, queries=stage != "stage_b"),
             "references": json.dumps(list(case.references), ensure_ascii=False),
+            "notes": notes,
         }
         return self.prompts.conversation(stage, fields)
 

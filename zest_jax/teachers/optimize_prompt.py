@@ -72,6 +72,7 @@ class Tried:
             "round": self.round,
             "axis": self.axis,
             "version": self.prompts.version if self.prompts else None,
+            "calls": self.prompts.calls if self.prompts else None,
             "scores": dataclasses.asdict(self.scores) if self.scores else None,
             "problem": self.problem,
         }
@@ -117,7 +118,7 @@ def search(
         replies = controller.ask([ape.asks_for(axis, best, scores, wrong) for axis in plan.axes])
         winner = None
         for axis, reply in zip(plan.axes, replies, strict=True):
-            candidate = ape.read_candidate(reply, f"{start.name}+{number}.{axis}")
+            candidate = ape.read_candidate(reply, f"{start.name}+{number}.{axis}", axis)
             if isinstance(candidate, str):
                 tried.append(Tried(number, axis, None, None, candidate))
                 progress.say(f"round {number}, {axis}: no candidate, {candidate}")

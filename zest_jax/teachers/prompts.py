@@ -21,7 +21,11 @@ FORMAT = 1
 # What stands as the answer where there is none. It must equal no answer and share no word with one.
 PLACEHOLDER = "NO_ANSWER"
 
-FIELDS = {"stage_a": ("question", "evidence"), "stage_b": ("question", "evidence", "references")}
+FIELDS = {
+    "stage_a": ("question", "evidence"),
+    "stage_b": ("question", "evidence", "references"),
+    "notes": ("question", "evidence"),
+}
 
 _SYSTEM = (
     "You examine what a search engine brought up for a question. You judge only by the documents "
@@ -67,37 +71,61 @@ class Prompts:
       system: the system message of both stages; "" for none.
       stage_a: asks whether the evidence suffices; holds {question} and {evidence}.
       stage_b: asks which answer it supports; holds {question}, {evidence} and {references}.
+      notes: a call before stage A, whose free text stage A is shown as {notes}; it holds {question}
+        and {evidence}, and goes without the system message, which asks for another form. "" for
+        none.
     """
 
     name: str
     system: str
     stage_a: str
     stage_b: str
+    notes: str = ""
 
     def __post_init__(self) -> None:
         for stage, fields in FIELDS.items():
             text = getattr(self, stage)
+            if stage == "notes" and not text:
+                continue
             lacking = [field for field in fields if f"{{{field}}}" not in text]
             if lacking:
                 raise UserError(
                     f"the teacher prompt {self.name!r} lacks {{{lacking[0]}}} in its {stage}; "
                     "write it where the text belongs."
                 )
-        if "{references}" in self.stage_a:
+        for stage in ("stage_a", "notes"):
+            if "{references}" in getattr(self, stage):
+                raise UserError(
+                    f"the teacher prompt {self.name!r} shows {{references}} in its {stage}, which "
+                    "must judge without them; remove it."
+                )
+        if ("{notes}" in self.stage_a) != bool(self.notes):
             raise UserError(
-                f"the teacher prompt {self.name!r} shows {{references}} in its stage_a, which must "
-                "judge without them; remove it."
+                f"the teacher prompt {self.name!r} has notes without {{notes}} in its stage_a, or "
+                "the reverse; write both or neither."
+            )
+        if "{notes}" in self.stage_b:
+            # Notes are made of the queries too, which stage B must not see.
+            raise UserError(
+                f"the teacher prompt {self.name!r} shows {{notes}} in its stage_b; remove it."
             )
 
     @property
     def version(self) -> str:
         """The digest of the texts; the name does not count."""
-        return digest([self.system, self.stage_a, self.stage_b])
+        # Prompts without notes have the digests that they had before there were any.
+        return digest([self.system, self.stage_a, self.stage_b, *filter(None, [self.notes])])
+
+    @property
+    def calls(self) -> int:
+        """Most calls of the teacher for one rollout."""
+        return 3 if self.notes else 2
 
     def conversation(self, stage: str, fields: Mapping[str, str]) -> tuple[Message, ...]:
-        """The messages of a stage ("stage_a", "stage_b"). What is filled in is never read as a
-        field again."""
-        return user(fill(getattr(self, stage), fields), self.system)
+        """The messages of a stage ("notes", "stage_a", "stage_b"). What is filled in is never read
+        as a field again."""
+        system = "" if stage == "notes" else self.system
+        return user(fill(getattr(self, stage), fields), system)
 
     def write(self, path: str | Path) -> None:
         """Freezes the texts as a file with their digest."""
@@ -122,6 +150,7 @@ def read_prompts(path: str | Path) -> Prompts:
         told = json.loads(Path(path).read_text(encoding="utf-8"))
         if told["format"] != FORMAT:
             raise UserError(f"{path} is of another version of these files; make it anew.")
+        told = {"notes": "", **told}  # not in older files
         prompts = Prompts(*(str(told[f.name]) for f in dataclasses.fields(Prompts)))
         stored = told["version"]
     except OSError:
