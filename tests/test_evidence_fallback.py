@@ -9,11 +9,14 @@ import numpy as np
 import pytest
 from written import CONFIG
 
+from zest_jax import preflight
 from zest_jax.assembly import advantage_of
+from zest_jax.config import load
 from zest_jax.errors import UserError
+from zest_jax.evaluation import well_formed
 from zest_jax.fallback import EvidenceFallback
 from zest_jax.rollout import trajectories
-from zest_jax.rollout.protocols import PLAIN_SEARCH
+from zest_jax.rollout.protocols import PLAIN_SEARCH, find
 from zest_jax.tasks.types import Passage, Task
 from zest_jax.teachers.evidence import EvidenceTeacher, Rule, Stage, Status, Verdict
 from zest_jax.teachers.interface import Failure
@@ -141,3 +144,53 @@ def test_a_group_with_one_silence_is_left_at_its_zeros():
 def test_nothing_is_asked_where_somebody_is_right_everywhere():
     paid = pay(lambda cases: [verdict(c, True, 1) for c in cases], [1] + [0] * 7)
     assert paid.reward_N.tolist() == [1] + [0] * 7 and set(paid.scale_N) == {1.0}
+
+
+def advantages(score_N, scale_N, keys):
+    config = load("configs/eviback.py")
+    estimate = jax.jit(advantage_of(config, "solver"))
+    return np.asarray(estimate(np.float32(score_N), np.int32(keys), np.float32(scale_N)))
+
+
+def test_advantages_with_the_published_settings():
+    """Lambda after normalisation, ddof 1, a group of one keeps its reward, equal scores give 0."""
+    score = [0.2, 0.1, 0.1, 0, 0, 0, 0, 0]
+    got = advantages(score + [0.2] * G + [1, 0, 0, 0, 0] + [1], [0.1] * 2 * G + [1] * 6,
+                     [0] * G + [1] * G + [2] * 5 + [3])  # fmt: skip
+    np.testing.assert_allclose(got[:G], [0.1984, 0.0661, 0.0661, *[-0.0661] * 5], atol=5e-5)
+    assert not got[G : 2 * G].any(), "the bonus for everybody teaches nothing"
+    np.testing.assert_allclose(got[2 * G : -1], [1.7889, *[-0.4472] * 4], atol=5e-5)
+    assert got[-1] == 1
+
+
+def test_the_published_settings_are_the_config_s():
+    c = load("configs/eviback.py")
+    assert (c.fallback.beta, c.fallback.gamma, c.fallback.lam) == (0.1, 0.1, 0.1)
+    assert c.fallback.enabled and not load("configs/eviback.py:no_teacher").fallback.enabled
+    assert (c.solver.group_size, c.solver.tasks_per_step, c.schedule.solver_steps) == (8, 64, 79)
+    assert (c.solver.learning_rate, c.solver.temperature) == (1e-6, 0.7)
+    assert (c.teacher.documents, c.teacher.max_tokens, c.teacher.answer_s) == (5, 512, 180)
+
+
+@pytest.mark.parametrize("field, value", [("std", False), ("ddof", 0)])
+def test_lambda_needs_the_normalisation_that_it_stands_behind(field, value):
+    c = load("configs/eviback.py:atlas")
+    c.solver.advantage[field] = value
+    with pytest.raises(UserError, match="lambda acts after"):
+        preflight.check_schedule(c)
+
+
+def test_an_episode_is_as_well_formed_as_its_worst_turn():
+    sampler = SimpleNamespace(protocol=find("eviback"))
+    asks = '<tool_call>{"name": "search", "arguments": {"query": "a"}}</tool_call>'
+    good, ends = f"<reason>so</reason>{asks}", "<think>so</think><answer>x</answer>"
+    for turns, answer, right in [
+        ([good, good, ends], "x", True),
+        ([ends], "x", True),
+        ([good, good], None, False),  # its last turn asks again: not finished
+        ([asks, ends], "x", False),
+        ([good, ends + "."], "x", False),
+        ([good, "<think>so</think>", ends], "x", False),
+        ([], None, False),
+    ]:
+        assert well_formed(sampler, [turns], [answer]) == [right], turns

@@ -141,6 +141,17 @@ ASKS = '<tool_call>{"name": "search", "arguments": {"query": "a"}}</tool_call>'
         ("<think>so</think><tool_call>a</tool_call>", False),
         ("<think>so</think><answer>a<answer>b</answer>", False),
         ("<think>so</think>", False),
+        ("", False),
+        ("<reason>ünï <b>so</b></reason><answer>Łódź</answer>", True),
+        (f"<REASON>so</REASON>{ASKS}", False),
+        (f"{ASKS}<reason>so</reason>", False),
+        (f"<reason>so</reason>{ASKS}{ASKS}", False),
+        (f"<reason>so</reason>{ASKS.replace('search', 'find', 1)}", False),
+        (f"<reason>so</reason>{ASKS.replace('query', 'q')}", False),
+        (f"<reason>so</reason>{ASKS[:-13]}</tool_call>", False),
+        ("<reason>so</reason><answer>a</answer><answer>b</answer>", False),
+        ("<reason>so</reason><answer>a", False),
+        ("<reason>so", False),
     ],
 )
 def test_a_turn_of_eviback_is_one_thought_and_one_action(text, right):

@@ -196,6 +196,43 @@ def test_a_reference_that_stands_in_the_evidence_takes_the_answer_s_place():
     assert not ambiguous.literal
 
 
+@pytest.mark.parametrize(
+    ("a", "b", "rule", "answer", "f1"),
+    [
+        # whichever stage counts, a supported result takes the reference that stands there
+        (blocks(S, "Jane"), None, Rule.B_UNUSABLE, "Jane Austen", 1),
+        (blocks(S, "Jane"), blocks(A, PLACEHOLDER), Rule.B_WITHDREW, "Jane Austen", 1),
+        (blocks(S, "Jane"), blocks(S, "Walter"), Rule.A_CLOSER, "Jane Austen", 1),
+        (blocks(A, PLACEHOLDER), blocks(S, "Walter"), Rule.B, "Jane Austen", 1),
+        # and what is not supported has no answer to replace
+        (blocks(A, PLACEHOLDER), blocks(N, PLACEHOLDER), Rule.B_UNUSABLE, "", 0),
+        (blocks(A, PLACEHOLDER), blocks(A, PLACEHOLDER), Rule.B, "", 0),
+        (blocks(A, PLACEHOLDER), "broken", Rule.B_UNUSABLE, "", 0),
+    ],
+)
+def test_the_literal_rule_after_each_merge(a, b, rule, answer, f1):
+    verdict, _ = judge(a, Failure.TIMEOUT if b is None else b)
+    assert (verdict.rule, verdict.answer, verdict.f1) == (rule, answer, f1)
+    assert verdict.literal == bool(answer) and verdict.supported
+
+
+def test_a_title_counts_as_evidence_and_a_worse_reference_does_not():
+    titled = Passage("1", "Jane Austen", "She wrote six novels.")
+    case = dataclasses.replace(CASE, rounds=(Round("q", (titled,)),))
+    assert judge(blocks(S, "Austen"), blocks(S, "Austen"), case)[0].answer == "Jane Austen"
+    # the answer's F1 is 1 by its other name, which the reference that stands there cannot beat
+    equal, _ = judge(blocks(S, "J. Austen"), blocks(S, "J Austen"), case)
+    assert equal.answer == "J Austen" and not equal.literal and equal.f1 == 1
+
+
+def test_only_stage_b_is_asked_for_a_short_reason():
+    long = blocks(S, "Jane", reason="word " * 61)
+    settings = EvidenceSettings(reason_words=60, literal=False)
+    verdict, _ = judge(long, long.replace("Jane", "Jane Austen"), settings=settings)
+    assert verdict.stage_a.valid and verdict.stage_b.breach == Breach.LONG_REASON
+    assert verdict.rule == Rule.B_UNUSABLE and verdict.answer == "Jane"
+
+
 def test_a_literal_reference_is_whole_words_of_what_was_shown():
     shown = [Passage("1", "Åland", "In Finland."), Passage("2", "", "It is U.S.A. land")]
     for reference, found in [
