@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from zest_jax.statistics import bootstrap_ci, paired_bootstrap_ci
+from zest_jax.statistics import bootstrap_ci, paired_bootstrap_ci, paired_bootstrap_cis
 
 
 def test_interval_of_a_share():
@@ -59,3 +59,22 @@ def test_bad_scores_are_refused():
         paired_bootstrap_ci([1, 0], [1])
     with pytest.raises(ValueError, match="level"):
         bootstrap_ci([1, 0], level=95)
+
+
+def test_several_scores_share_their_draws(monkeypatch):
+    rng = np.random.default_rng(5)
+    before, after = rng.random((2, 40, 3))
+    monkeypatch.setattr("zest_jax.statistics._CHUNK", 90)  # two draws at once, the last alone
+    got = paired_bootstrap_cis(before, after, draws=301)
+    assert got.shape == (3, 2)
+    for f in range(3):
+        alone = paired_bootstrap_ci(before[:, f], after[:, f], draws=301)
+        np.testing.assert_allclose(got[f], alone, rtol=1e-12)
+    for bad, other in [
+        (before[:, 0], after[:, 0]),
+        (before[:5], after),
+        (before * np.nan, after),
+        (before[:0], after[:0]),
+    ]:
+        with pytest.raises(ValueError, match="expected"):
+            paired_bootstrap_cis(bad, other)

@@ -17,7 +17,7 @@ import numpy as np
 from zest_jax.errors import UserError
 from zest_jax.evaluation import Answered
 from zest_jax.rollout.trajectories import Finish
-from zest_jax.statistics import paired_bootstrap_ci
+from zest_jax.statistics import paired_bootstrap_cis
 from zest_jax.workdir import read_jsonl
 
 # Ends that a limit of the episode forced, not the solver.
@@ -84,7 +84,7 @@ def compare(
     pairs = paired(before, after)
     told: dict[str, Any] = {
         "count": len(pairs),
-        "figures": {f.name: {"title": f.title, **_difference(f, pairs, draws)} for f in FIGURES},
+        "figures": _figures(pairs, draws),
         "by_hop": {
             str(hops): _of_hop([p for p in pairs if p[0].hops == hops])
             for hops in sorted({a.hops for a, _ in pairs})
@@ -185,19 +185,25 @@ def _values(figure: Figure, answers: Sequence[Answered]) -> np.ndarray | None:
     return None if any(v is None for v in values) else np.array(values, np.float64)
 
 
-def _difference(
-    figure: Figure, pairs: Sequence[tuple[Answered, Answered]], draws: int
-) -> dict[str, Any]:
-    before, after = (_values(figure, [pair[side] for pair in pairs]) for side in (0, 1))
-    told: dict[str, Any] = {
-        "before": None if before is None else float(before.mean()),
-        "after": None if after is None else float(after.mean()),
-        "difference": None,
-        "ci95": None,
-    }
-    if before is not None and after is not None:
-        told["difference"] = float((after - before).mean())
-        told["ci95"] = list(paired_bootstrap_ci(before, after, draws=draws))
+def _figures(pairs: Sequence[tuple[Answered, Answered]], draws: int) -> dict[str, Any]:
+    told: dict[str, Any] = {}
+    whole = {}  # figures that both sides tell
+    for f in FIGURES:
+        before, after = (_values(f, [pair[side] for pair in pairs]) for side in (0, 1))
+        told[f.name] = {
+            "title": f.title,
+            "before": None if before is None else float(before.mean()),
+            "after": None if after is None else float(after.mean()),
+            "difference": None,
+            "ci95": None,
+        }
+        if before is not None and after is not None:
+            told[f.name]["difference"] = float((after - before).mean())
+            whole[f.name] = before, after
+    before_BF, after_BF = (np.stack([v[side] for v in whole.values()], axis=1) for side in (0, 1))
+    intervals = paired_bootstrap_cis(before_BF, after_BF, draws=draws)
+    for name, interval in zip(whole, intervals.tolist(), strict=True):
+        told[name]["ci95"] = interval
     return told
 
 

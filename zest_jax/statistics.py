@@ -52,6 +52,41 @@ def paired_bootstrap_ci(
     return _middle(_resampled_means(after - before, draws, seed), level)
 
 
+def paired_bootstrap_cis(
+    before_BF: ArrayLike,
+    after_BF: ArrayLike,
+    draws: int = 10_000,
+    level: float = 0.95,
+    seed: int = 0,
+) -> Float[np.ndarray, "F 2"]:
+    """``paired_bootstrap_ci`` of several scores of the same questions: every draw serves them all.
+
+    Args:
+        before_BF, after_BF: one row a question, one column a score.
+        draws, level, seed: see ``bootstrap_ci``.
+
+    Returns:
+        (low, high) of each score, equal to what it has alone but for rounding.
+    """
+    before_BF, after_BF = np.asarray(before_BF, np.float64), np.asarray(after_BF, np.float64)
+    if before_BF.shape != after_BF.shape or before_BF.ndim != 2:
+        raise ValueError(f"expected two [B, F], got {before_BF.shape} and {after_BF.shape}")
+    gain_BF = after_BF - before_BF
+    if not gain_BF.size or not np.isfinite(gain_BF).all():
+        raise ValueError("expected finite scores of one question or more")
+    random, size = np.random.default_rng(seed), len(gain_BF)
+    rows = max(1, _CHUNK // size)
+    means = []
+    for start in range(0, draws, rows):
+        count = min(rows, draws - start)
+        index = random.integers(size, size=(count, size)) + size * np.arange(count)[:, None]
+        # How often each question was drawn, so that the scores are one product.
+        times = np.bincount(index.ravel(), minlength=count * size).reshape(count, size)
+        means.append(times.astype(np.float64) @ gain_BF / size)
+    together = np.concatenate(means)
+    return np.array([_middle(together[:, f], level) for f in range(gain_BF.shape[1])])
+
+
 def _scores(values: ArrayLike) -> Float[np.ndarray, " B"]:
     scores = np.asarray(values, np.float64)
     if scores.ndim != 1 or scores.size == 0:
