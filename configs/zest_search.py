@@ -101,6 +101,7 @@ def get_config(arg: str = ""):
         c.source.target_prompt = 64
         c.source.target_length = 24
         c.source.known_targets = True
+        c.source.documents = 20  # few passages name an entity by more than a word
         c.source.title_is_subject = True  # "Its capital is Paris."
         return c
     solver, proposer = PAIRS[variant.scale]

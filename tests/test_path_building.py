@@ -89,9 +89,10 @@ def test_retrieval_support():
     assert not supporting("France", [title_only], ALIASES)[0]
 
 
-def built(answer, hops, documents=(LYON, FRANCE, SPAIN), rules=RULES):
+def built(answer, hops, documents=(LYON, FRANCE, SPAIN), rules=RULES, left_out=()):
     shown = {d.id: d for d in documents}
-    return choose(linked_paths(answer, hops, shown, ALIASES, rules, np.random.default_rng(0)))
+    rng = np.random.default_rng(0)
+    return choose(linked_paths(answer, hops, shown, ALIASES, rules, rng), left_out)
 
 
 def test_paths_by_links():
@@ -103,6 +104,9 @@ def test_paths_by_links():
     # Spain -> France -> Spain is tried and refused, so that what is left is shorter
     back = built("Spain", 2, (FRANCE, SPAIN))
     assert back.path.hops == 1 and back.tried["entity comes twice"] == 1
+    # no path starts where the evaluation does
+    assert built("Spain", 2, left_out={"d1"}).path.words[0] == "France"
+    assert built("Rhône", 1, left_out={"d1"}).reason == "start is of the evaluation"
     # no sentence names it
     assert built("Berlin", 3).reason == "no path" and built("Berlin", 3).path is None
     # sentences say "its", and a title may not stand for it

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import errno
 import inspect
+import logging
 import os
 import sys
 import traceback
@@ -130,6 +131,9 @@ def program(
             if code == EXIT_BUG:
                 traceback.print_exc()
             else:
+                # Threads of a library that failed of the same cause are told of when they are
+                # collected, which adds nothing.
+                logging.getLogger("asyncio").setLevel(logging.CRITICAL)
                 print(f"zest_jax: {sentence}", file=sys.stderr, flush=True)
             if code == EXIT_INTERRUPTED and as_program:
                 # A compiled step may still be running in a thread of its own, and dies with a

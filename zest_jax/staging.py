@@ -23,7 +23,7 @@ import numpy as np
 from zest_jax import assembly
 from zest_jax.models.policy import Params
 from zest_jax.rollout.sampler import Sampler
-from zest_jax.tasks.evidence_paths import PathCase, PathRules
+from zest_jax.tasks.evidence_paths import EvidencePath, PathCase, PathRules
 from zest_jax.tasks.funnel import Funnel
 from zest_jax.tasks.path_building import Built, choose, linked_paths, written_path
 from zest_jax.tasks.seeds import Seed
@@ -177,8 +177,9 @@ class Staging:
     ) -> list[Seed]:
         if self.options.path == "none":
             seeds = [self._without_path(one) for one in found]
-            funnel.add("path", [""] * len(seeds))
-            return seeds
+            clear = [seed.source_id not in self.source.left_out for seed in seeds]
+            funnel.add("path", ["" if good else "start is of the evaluation" for good in clear])
+            return [seed for seed, good in zip(seeds, clear, strict=True) if good]
         if self.options.path == "written":
             fields = [self._shown(one) for one in found]
             outputs = self._write("path", params, fields, jax.random.fold_in(key, 3))
@@ -188,21 +189,17 @@ class Staging:
         seeds, reasons = [], []
         for one, made in zip(found, built, strict=True):
             funnel.tried.update(made.tried)
-            reason, seed = made.reason, None
+            reasons.append(made.reason)
             if made.path is not None:
-                seed = self._seed(one, made)
-                if seed.source_id in self.source.left_out:
-                    reason = "start is of the evaluation"
-            reasons.append(reason)
-            if seed is not None and not reason:
-                seeds.append(seed)
+                seeds.append(self._seed(one, made.path))
         funnel.add("path", reasons)
         return seeds
 
     def _linked(self, one: Found, rng: np.random.Generator) -> Built:
         aliases = self.source.aliases
         return choose(
-            linked_paths(one.answer, one.reference.hops, one.documents, aliases, self.rules, rng)
+            linked_paths(one.answer, one.reference.hops, one.documents, aliases, self.rules, rng),
+            self.source.left_out,
         )
 
     def _judged(self, one: Found, output: str) -> Built:
@@ -211,7 +208,8 @@ class Staging:
             unread = "path unreadable"
             return Built(None, unread, Counter({unread: 1}))
         aliases = self.source.aliases
-        return choose([PathCase(path, one.answer, one.documents, aliases, self.rules)])
+        case = PathCase(path, one.answer, one.documents, aliases, self.rules)
+        return choose([case], self.source.left_out)
 
     def _shown(self, one: Found) -> dict[str, str]:
         documents = "".join(f"[{d.id}] {d.title}: {d.text}\n" for d in one.documents.values())
@@ -221,10 +219,9 @@ class Staging:
             "documents": documents,
         }
 
-    def _seed(self, one: Found, made: Built) -> Seed:
+    def _seed(self, one: Found, path: EvidencePath) -> Seed:
         """The seed of a path: its words, the documents of its sentences, the target's names."""
-        assert made.path is not None
-        path, aliases = made.path, self.source.aliases
+        aliases = self.source.aliases
         passages = tuple(one.documents[edge.document] for edge in path.edges)
         return Seed(
             id=f"{one.reference.id}|{' | '.join(path.words)}",

@@ -83,13 +83,14 @@ class Funnel:
         """Passed / entered and rate of each stage (the shape of ZEST-Search's Table 6), with the
         commonest refusals."""
         rows = [("stage", "passed", "rate", "refused for")]
-        for stage in STAGES:
+        begun = next((stage for stage in STAGES if self.entered(stage)), "target")
+        for stage in STAGES[STAGES.index(begun) :]:
             rows.append((TITLES[stage], *self._rate(self.passed(stage), self.entered(stage)),
                          _commonest(self.reasons[stage])))  # fmt: skip
             if stage == "support":
                 whole = self._rate(self.passed("support"), self.entered("target"))
                 rows.append(("  overall target validation", *whole, ""))
-        final = self._rate(self.passed("question"), self.entered("target"))
+        final = self._rate(self.passed("question"), self.entered(begun))
         rows.append(("final", *final, ""))
         return aligned(rows)
 

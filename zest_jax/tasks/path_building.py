@@ -3,7 +3,7 @@
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,13 +40,22 @@ class Built:
     tried: Counter[str]
 
 
-def choose(candidates: Iterator[PathCase] | Sequence[PathCase]) -> Built:
-    """The first candidate that meets all criteria; where none does, the commonest refusal."""
+def choose(
+    candidates: Iterator[PathCase] | Sequence[PathCase], left_out: Container[str] = ()
+) -> Built:
+    """The first candidate that meets all criteria; where none does, the commonest refusal.
+
+    Args:
+      candidates: the better ones first.
+      left_out: documents that no path may start in, since the evaluation does.
+    """
     tried: Counter[str] = Counter()
     for case in candidates:
-        verdict = check_path(case)
-        tried[verdict.reason] += 1
-        if verdict:
+        reason = check_path(case).reason
+        if not reason and case.path.edges[0].document in left_out:
+            reason = "start is of the evaluation"
+        tried[reason] += 1
+        if not reason:
             return Built(case.path, "", tried)
     reason = tried.most_common(1)[0][0] if tried else "no path"
     return Built(None, reason, tried)
