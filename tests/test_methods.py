@@ -126,6 +126,15 @@ def test_zest_search_with_two_policies_that_are_not_alike(place, tmp_path):
     assert len(steps) == 2 and all(0 < s["proposer/passed_target"] <= 1 for s in steps)
     assert steps[0]["solver/reward"] <= steps[0]["solver/em"]
     assert all(s["proposer/kl_to_reference"] >= 0 for s in steps)
+    made = place.run(
+        [f"--workdir={tmp_path / 'run'}", "--seeds=12", f"--out={tmp_path / 'tasks.jsonl'}"],
+        program="generate",
+    )
+    assert made.returncode == 0, made.stderr
+    told = json.loads((tmp_path / "tasks.jsonl.report.json").read_text())
+    assert told["funnel"]["stages"]["target"]["entered"] == 12
+    assert told["tasks"] == len(list(read_jsonl(tmp_path / "tasks.jsonl")))
+    assert told["quality"].keys() >= {"answer_leakage", "valid", "2_hop"}
     shapes = []
     for role in ("proposer", "solver"):
         exported = tmp_path / role
