@@ -115,7 +115,7 @@ def get_config() -> ConfigDict:
     c.solver.temperature = 1.0  # of sampling in training
     c.solver.learning_rate = 3e-4  # peak
     c.solver.warmup_steps = 5  # steps to the peak
-    c.solver.decay = False  # cosine from the peak to a tenth over each iteration's phase
+    c.solver.decay = False  # cosine from the peak to a tenth over a phase, anew with new moments
     c.solver.max_grad_norm = 1.0  # gradients are scaled down to this norm
     c.solver.clip_low = 0.2  # ratio clip below 1
     c.solver.clip_high = 0.2  # ratio clip above 1
@@ -155,7 +155,7 @@ def get_config() -> ConfigDict:
     c.proposer.temperature = 1.0  # of sampling, in training and in generation
     c.proposer.learning_rate = 3e-4  # peak
     c.proposer.warmup_steps = 2  # steps to the peak
-    c.proposer.decay = False  # cosine from the peak to a tenth over one phase's length
+    c.proposer.decay = False  # cosine from the peak to a tenth over the first phase, then a tenth
     c.proposer.max_grad_norm = 1.0  # gradients are scaled down to this norm
     c.proposer.clip_low = 0.2  # ratio clip below 1
     c.proposer.clip_high = 0.2  # ratio clip above 1

@@ -75,9 +75,6 @@ def _atlas(c: ConfigDict) -> None:
     c.schedule.tasks = 192
     c.schedule.max_seeds = 288
     c.evaluation.draws = 2000
-    # In this world one passage often gives the answer away by the relation's word alone
-    # (docs/smoke.md), so the single passages of the hops are scored and not compared with.
-    c.reward.without = ("hop",)
 
 
 def searching_proposer_on_atlas(c: ConfigDict) -> None:

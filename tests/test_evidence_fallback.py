@@ -26,7 +26,7 @@ CORPUS = [Passage("a", "Seine", "It rises at Source-Seine."), Passage("b", "Oise
 PARTS = SimpleNamespace(
     solver_sampler=SimpleNamespace(protocol=PLAIN_SEARCH),
     world=SimpleNamespace(passages=CORPUS),
-    tokenizer=None,
+    solver=SimpleNamespace(tokenizer=None),
 )
 SEARCH = "<search> Seine</search>"
 TASKS = [Task("t0", "Where?", ("Source-Seine",)), Task("t1", "Who?", ("me",))]

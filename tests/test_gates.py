@@ -85,3 +85,23 @@ def test_grounded():
     assert gates.grounded(("Rhone", "sequana"), ("x", "y", "the Sequana"), 2)  # by an alias
     with pytest.raises(ValueError, match="3 passages"):
         gates.grounded(ANSWERS, PASSAGES[:2], 2)
+
+
+@pytest.mark.parametrize(
+    ("question", "answer"),
+    [
+        ("Which river flows through Paris's centre?", "Paris"),
+        ("Which Paris-based painter is meant?", "Paris"),
+        ("Who wrote Hamlet’s last scene?", "Hamlet"),
+        ("Who wrote “Hamlet”?", "Hamlet"),
+        ("Кто написал «Париж»?", "Париж"),
+        ("Where does San Jose lie?", "San José"),
+        ("東京の川は何ですか", "東京"),
+    ],
+)
+def test_an_answer_is_found_however_it_is_written(question, answer):
+    assert gates.leaks_answer(question, (answer,))
+
+
+def test_a_word_within_a_word_is_no_leak():
+    assert not gates.leaks_answer("What is the capital of Parisia?", ("Paris",))

@@ -93,6 +93,7 @@ def test_tasks_are_those_that_passed_and_each_question_once(world):
         "answer_in_source": False,
         "probe": "",
         "seed": TWO.id,
+        "nodes": [["France"], ["Paris"], ["Seine"]],
     }
     assert tasks[1].meta["answer_in_source"] is True
 

@@ -282,7 +282,7 @@ LOGLIK = np.array(
     np.float32,
 )
 HOPS = np.array([1, 2, 3, 2])
-VALID = np.ones((4, 7), bool)
+VALID = np.arange(7) < ig.HOP_1 + HOPS[:, None]
 
 
 def gain(loglik=LOGLIK, valid=VALID, **kwargs):
@@ -371,7 +371,7 @@ _compiled_gain = jax.jit(ig.information_gain)
 def test_gain_never_exceeds_any_single_margin(values, hops):
     """Adding a shortcut to B can only lower the gain, and columns beyond h never count."""
     loglik = np.array(values, np.float32).reshape(2, 7)
-    valid = jnp.ones((2, 7), bool)
+    valid = jnp.arange(7) < ig.HOP_1 + jnp.array(hops)[:, None]
     got = np.asarray(_compiled_gain(jnp.array(loglik), jnp.array(hops), valid))
     for row, h in enumerate(hops):
         if h == 1:

@@ -6,6 +6,8 @@ import jax
 import pytest
 import tiny
 
+from configs import common
+from zest_jax import preflight
 from zest_jax.errors import UserError
 from zest_jax.players import end_ids
 from zest_jax.rollout.host_driver import HostSampler
@@ -96,3 +98,54 @@ def test_end_tokens_of_a_broken_generation_config():
     for broken in ("</s>", ["</s>"], [True], -1):
         with pytest.raises(UserError, match="eos_token_id"):
             end_ids({"eos_token_id": broken})
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"solver.learning_rate": -0.001}, "solver.learning_rate=-0.001 must be above 0"),
+        ({"solver.temperature": float("nan")}, "must be a finite number"),
+        ({"reward.weights.format": float("nan")}, "must be a finite number"),
+        ({"solver.max_grad_norm": 0.0}, "must be above 0"),
+        ({"training.b2": 2.0}, "training.b2=2.0 must be below 1"),
+        ({"solver.wait_fraction": 0.0}, "must be above 0"),
+        ({"solver.advantage.eps": 0.0}, "must be above 0"),
+        ({"solver.advantage.ddof": 99}, "must be from 0 to 1"),
+        ({"solver.advantage.baseline": "none"}, "solver.advantage.std=False as well"),
+        ({"reward.invalid": 5.0}, "must be 0 or less"),
+        ({"reward.weights.information_gain": -1.0}, "must be 0 or more"),
+        ({"gates.min_words": 60}, "gates.min_words is more than gates.max_words"),
+        ({"proposer.clip_low": -0.2}, "must be above 0"),
+        ({"warm_start.renamed": 1.5}, "must be from 0 to 1"),
+        ({"teacher.documents": 0}, "must be at least 1"),
+        ({"source.file": "typo.jsonl"}, "reads no file"),
+        ({"source.path": "made"}, "source.path is one of linked, written, none"),
+        ({"proposer.chat": True}, "set proposer.folder"),
+        (
+            {"policy.shared": True, "proposer.folder": "path_proposer", "schedule.kind": "online"},
+            "names another",
+        ),
+        (
+            {"policy.shared": True, "proposer.frozen": True, "schedule.kind": "online"},
+            "cannot have proposer.frozen",
+        ),
+        (
+            {"source.kind": "references", "source.target_protocol": "plain_search"},
+            "without searches",
+        ),
+        (
+            {
+                "reward.without": ("hop",),
+                "reward.weights.information_gain": 0.0,
+                "reward.weights.difficulty": 1.0,
+            },
+            "leave one of them out",
+        ),
+    ],
+)
+def test_numbers_and_parts_that_mean_nothing(fields, words):
+    config = common.get_config()
+    config.schedule.max_seeds, config.solver.tasks_per_step = 48, 48
+    config.update_from_flattened_dict(fields)
+    with pytest.raises(UserError, match=words):
+        preflight.check_fields(config)

@@ -1,5 +1,6 @@
 """Task sources: what they give, and that nothing of the evaluation is among it."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -77,7 +78,8 @@ def test_answers_of_a_file(tmp_path, world):
         {"golden_answers": ["東京", "Tokyo"]},
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    source = build("answers", world, **{"source.file": str(path), "source.hop_weights": (0, 1)})
+    more = {"source.hop_weights": (0, 1), "proposer.searches": 3}
+    source = build("answers", world, **{"source.file": str(path)}, **more)
     seeds = {s.answers[0]: s for s in source.draw(3, np.random.default_rng(0), anything)}
     assert seeds.keys() == {"Seine", "Loire", "東京"}, "all different while there are enough"
     assert seeds["Seine"].hops == 3 and seeds["Loire"].hops == 2
@@ -87,6 +89,7 @@ def test_answers_of_a_file(tmp_path, world):
         ({"ground_truth": ""}, "line 1.*the answer"),
         ({"question": "x"}, "line 1.*the answer"),
         ({"ground_truth": "x", "search_turns": -1}, "whole number of searches"),
+        ({"ground_truth": "x", "search_turns": 99}, "asks for 99 searches"),
     ):
         path.write_text(json.dumps(bad) + "\n")
         with pytest.raises(UserError, match=words):
@@ -164,3 +167,13 @@ def test_sources_say_what_they_lack(tmp_path):
         SOURCES.find("graph")
     small = World.of_atlas(tiny_world(tmp_path))
     assert build("answers", small).draw(1, np.random.default_rng(0), anything)
+
+
+def test_chains_leave_out_what_the_evaluation_starts_from(world):
+    graph, rng = world.atlas.graph, np.random.default_rng(0)
+    drawn = build("chains", world).draw(30, rng, anything)
+    evaluated = drawn[0].source_id
+    task = Task("t", "Where?", ("x",), source_id=evaluated)
+    other = dataclasses.replace(world, heldout_tasks=(task,))
+    again = build("chains", other).draw(30, rng, anything)
+    assert evaluated in graph.entity_ids and evaluated not in {s.source_id for s in again}

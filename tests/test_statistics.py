@@ -3,7 +3,12 @@
 import numpy as np
 import pytest
 
-from zest_jax.statistics import bootstrap_ci, paired_bootstrap_ci, paired_bootstrap_cis
+from zest_jax.statistics import (
+    bootstrap_ci,
+    paired_bootstrap_ci,
+    paired_bootstrap_cis,
+    wilson_ci,
+)
 
 
 def test_interval_of_a_share():
@@ -78,3 +83,13 @@ def test_several_scores_share_their_draws(monkeypatch):
     ]:
         with pytest.raises(ValueError, match="expected"):
             paired_bootstrap_cis(bad, other)
+
+
+def test_wilson():
+    # 4 of 10: (.4 + .19207) / 1.38415 = .42772; half 1.95996 sqrt(.024 + .0096036) / 1.38415
+    assert wilson_ci(4, 10) == pytest.approx((0.16818, 0.68733), abs=1e-4)
+    low, high = wilson_ci(0, 100)
+    assert low == 0 and high == pytest.approx(0.03699, abs=1e-4)
+    assert wilson_ci(4, 4)[0] == pytest.approx(0.51011, abs=1e-4) and wilson_ci(4, 4)[1] == 1
+    with pytest.raises(ValueError, match="trials"):
+        wilson_ci(1, 0)

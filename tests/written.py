@@ -14,7 +14,8 @@ DR_FREE_GATES = tuple(CONFIG.proposer.gates)
 def written(seed: Seed, output: str, *, queries=(), found=(), claims=True) -> Written:
     """A proposal of one turn, with the searches that it is said to have made."""
     parsed = parse_proposal(output, claims=claims)
-    return Written(seed, output, (output,), tuple(queries), tuple(map(tuple, found)), parsed)
+    found = tuple(map(tuple, found))
+    return Written(seed, output, (output,), tuple(queries), found, parsed, calls=len(queries))
 
 
 def judge_one(one: Written, format_name="dr_free", gates=DR_FREE_GATES, means=None) -> Proposal:

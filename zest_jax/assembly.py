@@ -24,6 +24,7 @@ from zest_jax.rollout.sampler import Sampler
 from zest_jax.rollout.state import RolloutSpec
 from zest_jax.tasks.atlas import Atlas, load_atlas
 from zest_jax.tasks.cloning import Mix
+from zest_jax.tasks.gating import GATES
 from zest_jax.tasks.reader import READER, Reader
 from zest_jax.tasks.sources import SOURCES, SeedSource, TaskSource
 from zest_jax.tasks.sources.labelled import without_evaluated
@@ -126,9 +127,11 @@ def build(config: Any, traces: TraceCounter) -> Parts:
     reader = None
     if "reader" in samplers:
         reader = Reader(samplers["reader"], protocols["solver"], solver.encode)
+    source = SOURCES.find(config.source.kind)(config, world)
+    preflight.check_source(config, source)
     return Parts(
         world=world,
-        source=SOURCES.find(config.source.kind)(config, world),
+        source=source,
         solver=solver,
         proposer=proposer,
         retrieval=retrieval,
@@ -236,11 +239,13 @@ def update_specs(config: Any) -> dict[str, UpdateSpec]:
         )
     }
     for role in ("solver", "proposer"):
-        r = config[role]
+        r, ticks = config[role], optimizer_steps(config, role)
+        online = config.schedule.kind == "online"
+        steps = config.schedule["solver_steps" if online else f"{role}_steps"]
         specs[role] = UpdateSpec(
             learning_rate=r.learning_rate,
-            warmup_steps=r.warmup_steps,
-            total_steps=config.schedule[f"{role}_steps"] if r.decay else 0,
+            warmup_steps=r.warmup_steps * ticks,
+            total_steps=steps * ticks if r.decay else 0,
             max_grad_norm=r.max_grad_norm,
             clip_low=r.clip_low,
             clip_high=r.clip_high,
@@ -250,6 +255,18 @@ def update_specs(config: Any) -> dict[str, UpdateSpec]:
             **shared,
         )
     return specs
+
+
+def optimizer_steps(config: Any, role: str) -> int:
+    """Steps that the optimiser of a role makes in one training step.
+
+    A solver may make several updates with one batch; where both roles are one policy, each update
+    of either is a step of the same optimiser.
+    """
+    updates = config.solver.updates_per_batch
+    if config.policy.shared:
+        return updates + (not config.proposer.frozen)
+    return updates if role == "solver" else 1
 
 
 def advantage_of(config: Any, role: str) -> Callable[..., jax.Array]:
@@ -312,7 +329,8 @@ def rollout_specs(config: Any) -> dict[str, RolloutSpec]:
 def needs_reader(config: Any) -> bool:
     """Whether a gate, or the fallback's judge, answers from given passages."""
     proposing = config.schedule.kind != "labelled"
-    asked = proposing and bool({"rag", "closed_book"} & set(config.proposer.gates))
+    gates = [GATES.find(name) for name in config.proposer.gates]
+    asked = proposing and any(getattr(gate, "asks_reader", False) for gate in gates)
     return asked or (config.fallback.enabled and config.teacher.kind == "reader")
 
 
@@ -322,7 +340,7 @@ def pack_specs(config: Any) -> dict[str, PackSpec]:
     Rows are as long as the longest sequence of their kind, and there is room for every sequence
     even if each needs a row of its own.
     """
-    rollouts, hops = rollout_specs(config), config.world.max_hops
+    rollouts, parts = rollout_specs(config), evidence_parts(config)
     solver, proposer = rollouts["solver"], rollouts.get("proposer", rollouts["solver"])
     context = context_length(config)
     proposals = config.proposer.seeds_per_step * config.proposer.samples
@@ -330,7 +348,7 @@ def pack_specs(config: Any) -> dict[str, PackSpec]:
         "warm_start": (config.warm_start.sequences, max(solver.length, proposer.length, context)),
         "solver": (config.solver.tasks_per_step * config.solver.group_size, solver.length),
         "proposer": (proposals, proposer.length),
-        "contexts": (proposals * (hops + 4), context),
+        "contexts": (proposals * (parts + 4), context),
     }
     return {
         # Half of a row may be trained tokens; it is less in any episode with passages or a chain.
@@ -339,9 +357,14 @@ def pack_specs(config: Any) -> dict[str, PackSpec]:
     }
 
 
+def evidence_parts(config: Any) -> int:
+    """Most parts of a proposal's evidence beside the source's passage: a hop or a search each."""
+    return max(config.world.max_hops, config.proposer.searches)
+
+
 def context_length(config: Any) -> int:
     """Tokens of the longest context: the question, every passage of the evidence, the answer."""
-    parts = max(config.world.max_hops, config.proposer.searches) + 1
+    parts = evidence_parts(config) + 1
     passages = config.solver.observation_length * max(parts, config.retrieval.top_k)
     return config.solver.prompt_length + passages + config.solver.action_length
 
@@ -493,11 +516,19 @@ def random_key(seed: int, word: str, step: int) -> jax.Array:
     return jax.random.fold_in(named, step)
 
 
-def notes(config: Any) -> list[str]:
+def notes(config: Any, world: World) -> list[str]:
     """What a reader of the report should know about how the run was set up."""
+    unnamed = sum(not task.source_id for task in world.heldout_tasks)
     out = [
-        "No answer of a held-out question was used for training; their source entities stand in "
-        "no training chain.",
+        "Nothing that was trained on starts from the source of a held-out question.",
+        *(
+            [
+                f"{unnamed} held-out questions name no source, so that only their wording could be "
+                "kept out of training."
+            ]
+            if unnamed
+            else []
+        ),
         "The warm start imitates flawed scripts on purpose (many give up too early), so that there "
         "is something to mend: the gain shows that the loop mends it, not that reinforcement "
         "learning beats more or better cloning.",

@@ -27,7 +27,7 @@ import numpy as np
 from zest_jax import text
 from zest_jax.retrieval.interface import Passage
 from zest_jax.rollout.protocols import Protocol as Episode
-from zest_jax.statistics import bootstrap_ci
+from zest_jax.statistics import bootstrap_ci, wilson_ci
 from zest_jax.tasks.types import Task
 from zest_jax.teachers.interface import Conversation, digest, user
 
@@ -249,7 +249,7 @@ def summary(
         chosen = [id for id, task in tasks.items() if group in ("all", task.hops)]
         for row in ROWS:
             values = [rows[id][row] for id in chosen if row in rows[id]]
-            low, high = bootstrap_ci(values) if values else (None, None)
+            low, high = _interval(values)
             out.append(
                 {
                     "hops": group,
@@ -261,6 +261,15 @@ def summary(
                 }
             )
     return out
+
+
+def _interval(values: Sequence[float]) -> tuple[float | None, float | None]:
+    """95 % interval: Wilson's of a share, of other scores by bootstrap."""
+    if not values:
+        return None, None
+    if set(values) <= {0.0, 1.0}:
+        return wilson_ci(int(sum(values)), len(values))
+    return bootstrap_ci(values)
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:

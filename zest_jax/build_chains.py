@@ -498,6 +498,9 @@ def main(config: Any, workdir: str | None, values: flags.FlagValues) -> None:
     for name in ("chains", "hops", "max_tails"):
         if getattr(values, name) < 1:
             raise UserError(f"--{name} must be at least 1.")
+    for name in ("seed", "max_per_source", "max_per_answer", "heldout_chains", "max_malformed"):
+        if getattr(values, name) < 0:
+            raise UserError(f"--{name} must be 0 or more.")
     for name in ("relation_power", "heldout_share", "same_words"):
         if not 0 <= getattr(values, name) <= 1:
             raise UserError(f"--{name} must lie between 0 and 1.")

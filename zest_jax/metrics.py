@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 from tensorboardX import summary
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
@@ -196,3 +198,15 @@ class Stopwatch:
 def _guarded(key: str) -> bool:
     name = key.rsplit("/", 1)[-1]
     return name in GUARDED or name.endswith(tuple(f"_{each}" for each in GUARDED))
+
+
+@contextmanager
+def kept_if_not_finite(workdir: workdir_lib.Workdir, batch: Any) -> Iterator[None]:
+    """Saves the batch of an update that was not finite before the run stops."""
+    try:
+        yield
+    except NonFiniteError:
+        leaves = jax.tree_util.tree_leaves_with_path(batch)
+        named: dict[str, Any] = {jax.tree_util.keystr(p): np.asarray(x) for p, x in leaves}
+        np.savez(workdir.path / "not_finite.npz", **named)
+        raise

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zest_jax import config as config_lib
 from zest_jax.errors import UserError
 from zest_jax.models.attention import BACKENDS
 from zest_jax.models.config import MATRICES
 from zest_jax.rewards.difficulty import CURVES
 from zest_jax.rewards.information_gain import SHORTCUTS
 from zest_jax.rewards.solver import SOLVER_REWARDS
-from zest_jax.rewards.terms import weights_of
+from zest_jax.rewards.terms import NEEDS_DIFFICULTY, needs, weights_of
 from zest_jax.rollout.protocols import SEARCH, find
 from zest_jax.tasks import path_gates as path_gates  # registers its gates
 from zest_jax.tasks.formats import FORMATS
 from zest_jax.tasks.gating import GATES
 from zest_jax.tasks.refill import REFILLS
-from zest_jax.tasks.sources import SOURCES
+from zest_jax.tasks.sources import SOURCES, TaskSource
+from zest_jax.tasks.types import Task
 
 if TYPE_CHECKING:
     from zest_jax.assembly import Parts
@@ -151,6 +155,7 @@ def check_fields(config: Any) -> None:
     check_protocols(config)
     check_schedule(config)
     check_options(config)
+    check_numbers(config)
     for group in ("policy", "proposer"):
         if config[group].system and not config[group].chat:
             raise UserError(
@@ -215,9 +220,8 @@ def check_options(config: Any) -> None:
     }
     for field, value in shares.items():
         if not 0 <= value <= 1 or (field.endswith("waypoint_alpha") and value == 1):
-            raise UserError(
-                f"config field {field}={value} must lie in [0, 1], waypoint_alpha below 1."
-            )
+            below = ", below 1" if field.endswith("waypoint_alpha") else ""
+            raise UserError(f"config field {field}={value} must lie in [0, 1]{below}.")
     above = {
         "solver_reward.tool_scale": r.tool_scale,
         "reward.tau": config.reward.tau,
@@ -239,6 +243,67 @@ def check_options(config: Any) -> None:
             raise UserError(f"config field {field}={value} must be {wanted}, and finite.")
 
 
+def check_numbers(config: Any) -> None:
+    """Refuses numbers with which training runs and means nothing.
+
+    Raises:
+      UserError: the first field that is off, and what it may be.
+    """
+    for field, value in config_lib.flatten(config).items():
+        values = value if isinstance(value, (tuple, list)) else (value,)
+        if any(isinstance(v, float) and not math.isfinite(v) for v in values):
+            raise UserError(f"config field {field}={value} must be a finite number.")
+    above, least = ["training.b2", "solver.wait_fraction"], []
+    within: dict[str, tuple[float, float]] = {}
+    for role in ("solver", "proposer"):
+        above += [f"{role}.{name}" for name in ("learning_rate", "max_grad_norm")]
+        above += [f"{role}.{name}" for name in ("clip_low", "clip_high")]
+        above += [f"{role}.advantage.{name}" for name in ("eps", "post_scale")]
+        least += [f"{role}.warmup_steps"]
+        within[f"{role}.advantage.ddof"] = (0, 1)
+        a = config[role].advantage
+        if a.baseline == "none" and a.std:
+            raise UserError(
+                f"config field {role}.advantage.baseline=none divides rewards by a deviation that "
+                f"may be 0; set {role}.advantage.std=False as well."
+            )
+    above += ["warm_start.learning_rate", "teacher.answer_s"]
+    least += ["warm_start.warmup_steps", "teacher.retries", "teacher.most_requests"]
+    least += ["teacher.most_tokens", "retrieval.text_weight"]
+    least += [f"reward.weights.{name}" for name in config.reward.weights]
+    for name in ("solver", "reading", "proposer", "document", "backward", "target", "path"):
+        least.append(f"warm_start.{name}")
+    for name in ("renamed", "early_answer", "wrong_field", "relation_query", "flawed_proposer"):
+        within[f"warm_start.{name}"] = (0, 1)
+    for name in ("documents", "max_tokens", "connections"):
+        within[f"teacher.{name}"] = (1, math.inf)
+    within |= {"training.b2": (0, 1 - 1e-9), "solver.wait_fraction": (0, 1)}
+    within |= {"reward.invalid": (-math.inf, 0)}
+    flat = config_lib.flatten(config)
+    for field in above:
+        if not flat[field] > 0:
+            raise UserError(f"config field {field}={flat[field]} must be above 0.")
+    for field in least:
+        if not flat[field] >= 0:
+            raise UserError(f"config field {field}={flat[field]} must be 0 or more.")
+    for field, (low, high) in within.items():
+        if not low <= flat[field] <= high:
+            words = "0 or less" if high == 0 else f"from {low} to {high}"
+            words = f"at least {low}" if high == math.inf else words
+            words = "below 1" if field == "training.b2" else words
+            raise UserError(f"config field {field}={flat[field]} must be {words}.")
+    g = config.gates
+    for what in ("words", "characters"):
+        if g[f"min_{what}"] > g[f"max_{what}"]:
+            raise UserError(f"config field gates.min_{what} is more than gates.max_{what}.")
+    r = config.solver_reward
+    if config.solver.reward == "search_r1_format" and r.structure_score >= 0.5:
+        raise UserError(
+            f"config field solver_reward.structure_score={r.structure_score} must be below 0.5: a "
+            "right answer must stay worth more than a well-formed one."
+        )
+
+
 def check_schedule(config: Any) -> None:
     """Refuses schedules that source, sizes or rewards do not fit.
 
@@ -257,13 +322,31 @@ def check_schedule(config: Any) -> None:
             "solver.advantage.std=True and solver.advantage.ddof=1."
         )
     kind, source = config.schedule.kind, config.source.kind
-    if (kind == "labelled") != (source == "labelled"):
-        raise UserError(
-            f"config field schedule.kind={kind} does not go with source.kind={source}: labelled "
-            "questions need no proposer, and all other sources need one."
-        )
+    if source in GIVEN or source == "labelled":  # one of your own is looked at when it is built
+        check_source_kind(kind, source, source == "labelled")
     if kind == "labelled":
         return
+    if kind == "online" and needs(config.reward, NEEDS_DIFFICULTY):
+        if config.reward.difficulty == "dr_zero" and config.solver.group_size < 2:
+            raise UserError(
+                "config field reward.difficulty=dr_zero needs at least 2 rollouts of a question; "
+                "raise solver.group_size."
+            )
+    if config.policy.shared and config.proposer.frozen:
+        raise UserError(
+            "config field policy.shared=True trains the proposer's weights as the solver's; it "
+            "cannot have proposer.frozen=True."
+        )
+    if config.source.file and source == "chains":
+        raise UserError(
+            "config field source.kind=chains takes chains of the world and reads no file; leave "
+            "source.file empty, or set source.kind=chain_pool."
+        )
+    if config.reward.without and not config.reward.weights.information_gain:
+        raise UserError(
+            "config field reward.without leaves shortcuts out of the information gain, which "
+            "reward.weights.information_gain=0 does not pay; leave one of them out."
+        )
     if config.policy.shared and kind != "online":
         raise UserError("config field policy.shared=True needs schedule.kind=online.")
     if config.policy.shared and config.proposer.folder:
@@ -290,6 +373,36 @@ def check_schedule(config: Any) -> None:
             f"config field source.hop_weights asks for up to {widest} hops, and world.max_hops is "
             f"{config.world.max_hops}; raise it."
         )
+
+
+def check_source_kind(schedule: str, source: str, labelled: bool) -> None:
+    """Refuses a schedule that has no use for a source.
+
+    Raises:
+      UserError: one is labelled and the other is not.
+    """
+    if (schedule == "labelled") != labelled:
+        raise UserError(
+            f"config field schedule.kind={schedule} does not go with source.kind={source}: "
+            "labelled questions need no proposer, and all other sources need one."
+        )
+
+
+def check_source(config: Any, source: Any) -> None:
+    """Refuses a source that cannot fill a step.
+
+    Raises:
+      UserError: it is of the other kind, or has too few questions, answers or chains.
+    """
+    labelled = isinstance(source, TaskSource)
+    check_source_kind(config.schedule.kind, config.source.kind, labelled)
+    if labelled and config.schedule.iterations:
+        there, wanted = len(source.tasks()), config.solver.tasks_per_step
+        if there < wanted:
+            raise UserError(
+                f"the source has {there} questions beside the evaluation, and a step takes "
+                f"solver.tasks_per_step={wanted}; lower it or give more."
+            )
 
 
 def check_protocols(config: Any) -> None:
@@ -344,8 +457,13 @@ def check_protocols(config: Any) -> None:
             )
 
 
-def check_world(config: Any, parts: Parts) -> None:
+def check_world(config: Any, parts: Parts, labelled: Sequence[Task] = ()) -> None:
     """Finds what would stop a run later, before its workdir belongs to the config.
+
+    Args:
+      config: the run's.
+      parts: built.
+      labelled: questions that take the place of refused ones.
 
     Raises:
       UserError: a question that does not fit the solver's prompt, fewer chains than are drawn, or
@@ -359,7 +477,10 @@ def check_world(config: Any, parts: Parts) -> None:
     atlas = parts.world.atlas
     where = Path(parts.world.name) if atlas is None else atlas.folder
     limit, template = config.solver.prompt_length, parts.solver_sampler.protocol.prompt
-    asked = {
+    if isinstance(parts.source, TaskSource):
+        labelled = parts.source.tasks()
+    asked: dict[str, Sequence[Task]] = {
+        str(Path(config.source.file or config.refill.file or "labelled").absolute()): labelled,
         "heldout.jsonl": parts.world.heldout_tasks if config.schedule.iterations else (),
         "validation.jsonl": parts.world.validation_tasks if config.warm_start.steps else (),
     }

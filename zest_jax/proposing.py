@@ -5,7 +5,7 @@ Shape letters: B proposals, C contexts, G probe rollouts of a question.
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import jax
@@ -28,6 +28,7 @@ from zest_jax.tasks.funnel import Funnel
 from zest_jax.tasks.gating import Means
 from zest_jax.tasks.seeds import Proposal, Seed
 from zest_jax.tasks.sources import SeedSource
+from zest_jax.tasks.sources.chain_pool import PooledChains
 from zest_jax.tasks.sources.references import References
 
 
@@ -63,7 +64,7 @@ class Proposing:
         self.staging = Staging(config, parts) if isinstance(parts.source, References) else None
         self.funnel = Funnel()
         self.packs = packs
-        self.columns = len(context_names(config.world.max_hops))
+        self.columns = len(context_names(assembly.evidence_parts(config)))
 
     # ------------------------------------------------------------------ lengths
 
@@ -89,6 +90,7 @@ class Proposing:
         rng: np.random.Generator,
         key: jax.Array,
         rounds: int = 1,
+        used: Container[str] = (),
     ) -> list[Seed]:
         """Seeds of the source whose prompts fit: so many, or fewer where a proposer has to prepare
         them (`staging`) and not all it began with came through.
@@ -99,12 +101,19 @@ class Proposing:
           rng: of what is drawn.
           key: of the sampling of what is prepared.
           rounds: how often new references are tried, while seeds are wanting.
+          used: ids of seeds that earlier iterations' questions were written from. A pool gives
+            others; small sources may give them again.
 
         Raises:
           UserError: the source runs dry, or nothing came through at all.
         """
         if self.staging is None:
-            return self.source.draw(count, rng, self.fits_proposer)
+            fresh = isinstance(self.source, PooledChains)
+            return self.source.draw(
+                count,
+                rng,
+                lambda seed: self.fits_proposer(seed) and not (fresh and seed.id in used),
+            )
         self.funnel = Funnel()
         seeds: list[Seed] = []
         for attempt in range(rounds):
@@ -135,6 +144,7 @@ class Proposing:
         rng: np.random.Generator,
         samples: int = 1,
         reader: Params | None = None,
+        beside: Sequence[Proposal] = (),
     ) -> tuple[Trajectories, list[Proposal]]:
         """Writes `samples` proposals for each seed and judges them.
 
@@ -145,6 +155,7 @@ class Proposing:
           rng: of what gates draw.
           samples: neighbours in the result share a seed.
           reader: the policy that answers gates' questions; the proposer where None.
+          beside: earlier proposals whose passages serve gates as noise, as these do.
         """
         begun = time.perf_counter()
         repeated = [seed for seed in seeds for _ in range(samples)]
@@ -160,7 +171,9 @@ class Proposing:
             def read(questions: Any, passages: Any) -> list[str | None]:
                 return reads(with_params, jax.random.fold_in(key, 1), questions, passages)
 
-        means = Means(self.config.gates, read, rng)
+        around = [*written, *(proposal.written for proposal in beside)]
+        noise = {p.id: p for one in around for part in one.evidence for p in part}
+        means = Means(self.config.gates, read, rng, tuple(noise.values()))
         p = self.config.proposer
         judged = proposals.judge(written, p.format, p.gates, means)
         self.funnel.add("question", (proposal.reason for proposal in judged))

@@ -146,7 +146,10 @@ class Solving:
         )
 
     def _path(self, task: Task) -> tuple[tuple[str, ...], ...]:
-        """Names of the chain's entities, where the world knows the chain."""
+        """Names of the entities on the way, where the task tells them or the world knows its
+        chain."""
+        if "nodes" in task.meta:
+            return tuple(tuple(names) for names in task.meta["nodes"])
         atlas = self.parts.world.atlas
         if atlas is None or not task.chain_id:
             return ()

@@ -1,5 +1,8 @@
 """Bootstrap intervals of a mean, and of a mean difference on the same questions."""
 
+import math
+from statistics import NormalDist
+
 import numpy as np
 from jaxtyping import Float
 from numpy.typing import ArrayLike
@@ -28,6 +31,31 @@ def bootstrap_ci(
     """
     means = _resampled_means(_scores(values), draws, seed)
     return _middle(means, level)
+
+
+def wilson_ci(successes: int, trials: int, level: float = 0.95) -> tuple[float, float]:
+    r"""Wilson's score interval of a share, which says something at 0 and 1 as well.
+
+    .. math::
+        \frac{p + z^2 / 2n \pm z \sqrt{p (1 - p) / n + z^2 / 4 n^2}}{1 + z^2 / n}
+
+    Args:
+        successes: of the trials.
+        trials: n, at least 1.
+        level: of confidence, in (0, 1); z is the normal quantile of (1 + level) / 2.
+
+    Raises:
+        ValueError: there is no trial, or more successes than trials.
+
+    Source: Wilson 1927.
+    """
+    if not 0 <= successes <= trials or trials < 1:
+        raise ValueError(f"expected 0 <= successes <= trials, got {successes} of {trials}")
+    z = NormalDist().inv_cdf((1 + level) / 2)
+    share, scale = successes / trials, 1 + z * z / trials
+    middle = (share + z * z / (2 * trials)) / scale
+    half = z * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials**2)) / scale
+    return max(0.0, middle - half), min(1.0, middle + half)
 
 
 def paired_bootstrap_ci(

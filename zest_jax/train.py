@@ -11,12 +11,11 @@ same numbers.
 What is left out so far: more than one device.
 """
 
-import contextlib
 import dataclasses
 import functools
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -31,7 +30,7 @@ from zest_jax.errors import UserError
 from zest_jax.fallback import build_fallback
 from zest_jax.learning import updates
 from zest_jax.learning.packing import Item, pack
-from zest_jax.metrics import MetricsWriter, NonFiniteError, Stopwatch, read_metrics
+from zest_jax.metrics import MetricsWriter, Stopwatch, kept_if_not_finite, read_metrics
 from zest_jax.models.policy import Params
 from zest_jax.progress import Progress
 from zest_jax.proposing import Probe, Proposing
@@ -74,7 +73,8 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
     # World, policy, retriever, samplers
     # ------------------------------------------------------------------------------------------
     parts = assembly.build(c, traces)
-    preflight.check_world(c, parts)
+    labelled = assembly.refill_tasks(c, parts.world)
+    preflight.check_world(c, parts, labelled)
     asking = parts.proposer.policy if parts.apart else None
     plan = memory_plan.check_run(c, parts.solver.policy, parts.retrieval.on_device, asking)
     workdir.write("memory.txt", plan.table() + "\n")
@@ -377,7 +377,7 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
             )  # fmt: skip
             probed = probe(proposed, phase.iteration)
             record, batch = update_proposer(episodes, proposed, probed, phase)
-            with _kept_if_not_finite(workdir, batch):
+            with kept_if_not_finite(workdir, batch):
                 advance(
                     bar,
                     record,
@@ -397,8 +397,13 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
         if host["phase_step"] > 0:  # generated before the phase began
             return list(read_tasks(path))
         g, probes = c.generation, needs(c.reward, NEEDS_DIFFICULTY)
+        used = {
+            str(task.meta.get("seed", ""))
+            for earlier in range(phase.iteration)
+            for task in read_tasks(workdir.tasks(earlier))
+        }
         seeds = proposing.draw(
-            whole(proposer), c.schedule.max_seeds, rng("generation"), key("stages")
+            whole(proposer), c.schedule.max_seeds, rng("generation"), key("stages"), used=used
         )
         _, proposed = proposing.propose(
             whole(proposer), seeds, key("generation"), rng("gates"), g.samples, whole("anchor")
@@ -440,15 +445,15 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
                 whole("solver"), chosen, group, key("solve"), c.solver.temperature
             )
             record, batch = update_solver(attempts, phase.iteration)
-            with _kept_if_not_finite(workdir, batch):
+            with kept_if_not_finite(workdir, batch):
                 advance(bar, record, "solver", em=record["solver/em"])
 
     # ------------------------------------------------------------------------------------------
     # Online: both roles in every step; the solver's rollouts are the proposer's probe
     # ------------------------------------------------------------------------------------------
-    labelled = assembly.refill_tasks(c, world)
-
-    def propose_tasks(count: int, word: str, iteration: int) -> tuple[Any, ...]:
+    def propose_tasks(
+        count: int, word: str, iteration: int, beside: Sequence[Proposal] = ()
+    ) -> tuple[Any, ...]:
         """Episodes, proposals, the indices of those that passed, and their tasks."""
         assert proposing is not None and proposer is not None
         seeds = proposing.draw(
@@ -457,7 +462,7 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
         )  # fmt: skip
         episodes, proposed = proposing.propose(
             whole(proposer), seeds, key(word), rng(f"gates to {word}"), c.proposer.samples,
-            whole("solver"),
+            whole("solver"), beside,
         )  # fmt: skip
         asked = [i for i, p in enumerate(proposed) if p.passed]
         name = f"step{host['step']}-{word}"
@@ -467,15 +472,17 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
         ]
         return episodes, proposed, asked, tasks
 
-    def propose_again(iteration: int, count: int, attempt: int) -> list[Task]:
-        return propose_tasks(count, f"propose again {attempt}", iteration)[3][:count]
+    def propose_again(
+        iteration: int, beside: Sequence[Proposal], count: int, attempt: int
+    ) -> list[Task]:
+        return propose_tasks(count, f"propose again {attempt}", iteration, beside)[3][:count]
 
     def online_phase(phase: assembly.Phase, bar: Any) -> None:
         assert proposing is not None
         while host["phase_step"] < phase.steps:
             count = c.proposer.seeds_per_step
             episodes, proposed, asked, tasks = propose_tasks(count, "propose", phase.iteration)
-            again = functools.partial(propose_again, phase.iteration)
+            again = functools.partial(propose_again, phase.iteration, proposed)
             if host["phase_step"] % c.refill.period == 0:
                 pool.tasks.clear()
             shelf = Shelf(c.refill, again, pool, labelled, rng("refill"))
@@ -496,7 +503,7 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
             if attempts is not None:
                 more_record, batch = update_solver(attempts, phase.iteration)
                 record |= more_record
-            with _kept_if_not_finite(workdir, batch):
+            with kept_if_not_finite(workdir, batch):
                 advance(
                     bar, record, "online",
                     valid=record["proposer/valid"], em=record.get("solver/em", 0.0),
@@ -554,7 +561,7 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
             gain = float(np.mean(em_after - em_before))
             summary = {
                 "title": f"{c.method} on {world.name}",
-                "notes": assembly.notes(c),
+                "notes": assembly.notes(c, world),
                 "heldout": {
                     "before": before,
                     "after": after,
@@ -580,18 +587,6 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
                 f"held-out EM {before['em']:.3f} -> {after['em']:.3f} (gain {gain:+.3f}, "
                 f"95 % from {low:+.3f} to {high:+.3f}); see {workdir.report_html}"
             )
-
-
-@contextlib.contextmanager
-def _kept_if_not_finite(workdir: Workdir, batch: Any) -> Iterator[None]:
-    """Saves the batch of an update that was not finite before the run stops."""
-    try:
-        yield
-    except NonFiniteError:
-        leaves = jax.tree_util.tree_leaves_with_path(batch)
-        named: dict[str, Any] = {jax.tree_util.keystr(p): np.asarray(x) for p, x in leaves}
-        np.savez(workdir.path / "not_finite.npz", **named)
-        raise
 
 
 entry = cli.program(main)

@@ -70,7 +70,8 @@ def shortcut_mask(
     """Which columns form the shortcut set B of each proposal.
 
     One hop: NONE alone, whatever ``without`` says (there is nothing else to compare with). Several:
-    NONE, SOURCE, ONE_SHOT and HOP_1..HOP_h, as far as valid and not left out.
+    NONE, SOURCE, ONE_SHOT and all HOP_k, as far as valid and not left out (a chain of h hops
+    has h of them, a proposer that searches one for each search).
 
     Args:
         hops_B: hop count h of each chain, >= 1.
@@ -92,9 +93,7 @@ def shortcut_mask(
     ):
         if name in without:
             kept_C &= ~kind_C
-    within_BC = column_C[None] < HOP_1 + hops_B[:, None]
-    several_BC = kept_C[None] & within_BC
-    return valid_BC & jnp.where(hops_B[:, None] == 1, column_C[None] == NONE, several_BC)
+    return valid_BC & jnp.where(hops_B[:, None] == 1, column_C[None] == NONE, kept_C[None])
 
 
 def information_gain(

@@ -17,7 +17,7 @@ from zest_jax.rewards.format import search_r1_reward, valid_sequence
 from zest_jax.rewards.outcome import Outcome
 from zest_jax.rewards.tool_cost import tool_aware_reward
 from zest_jax.rewards.waypoint import waypoint_reward, waypoints
-from zest_jax.text import contains_any, tags
+from zest_jax.text import normalize_answer, tags
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,15 +75,16 @@ def f1(group: Group, options: Any) -> np.ndarray:
 def search_r1_format(group: Group, options: Any) -> np.ndarray:
     """Search-R1's table of correctness by format (`format.search_r1_reward`)."""
     rewards = []
-    for y, answered, text in zip(
-        group.outcome.y_G, group.outcome.answered_G, group.texts, strict=True
-    ):
+    # Found as the published code finds it: anywhere in the block, within a word too.
+    golds = [key for answer in group.answers if (key := normalize_answer(answer))]
+    for y, text in zip(group.outcome.y_G, group.texts, strict=True):
         valid, _ = valid_sequence(text)
-        retrieved = any(contains_any(b, group.answers) for b in tags(text, "information"))
+        blocks = [normalize_answer(block) for block in tags(text, "information")]
+        retrieved = any(gold in block for block in blocks for gold in golds)
         rewards.append(
             search_r1_reward(
                 bool(y >= 1),
-                bool(answered),
+                bool(tags(text, "answer")),
                 valid,
                 retrieved,
                 structure_score=options.structure_score,

@@ -7,11 +7,11 @@ order. What the paper calls lexical constraints on relations it does not list; `
 import dataclasses
 import re
 import unicodedata
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 
 from zest_jax.tasks.gates import PASS, Verdict
-from zest_jax.tasks.names import mentions, name_key
+from zest_jax.tasks.names import name_key, named
 from zest_jax.tasks.types import Passage
 
 # Words that say nothing of what a relation is.
@@ -201,13 +201,13 @@ def grounding(case: PathCase) -> Verdict:
 def entity_support(case: PathCase) -> Verdict:
     """The sentence of an edge names both of its ends, by any of their names."""
     for edge in case.path.edges:
-        named = edge.sentence
+        told = edge.sentence
         document = case.documents.get(edge.document)
         if case.rules.title_is_subject and document is not None:
             if case.aliases.id_of(document.title) == case.aliases.id_of(edge.head):
-                named = f"{document.title}: {named}"
+                told = f"{document.title}: {told}"
         for end in (edge.head, edge.tail):
-            if not names(named, case.aliases.names_of(end)):
+            if not named(told, case.aliases.names_of(end)):
                 return Verdict(False, "sentence lacks an entity")
     return PASS
 
@@ -225,13 +225,13 @@ def relation_validity(case: PathCase) -> Verdict:
         if len(key.split()) > rules.relation_words:
             return Verdict(False, "relation too long")
         ends = (*case.aliases.names_of(edge.head), *case.aliases.names_of(edge.tail))
-        if names(edge.relation, ends):
+        if named(edge.relation, ends):
             return Verdict(False, "relation names an entity")
         cut = rules.stem or None
         said = {word[:cut] for word in content_words(edge.sentence)}
         if not any(word[:cut] in said for word in words):
             # Scripts without spaces between words have no words to compare.
-            if not names(edge.sentence, (edge.relation,)):
+            if not named(edge.sentence, (edge.relation,)):
                 return Verdict(False, "relation not in sentence")
     return PASS
 
@@ -257,14 +257,6 @@ def check_path(case: PathCase) -> Verdict:
         if not verdict:
             return verdict
     return PASS
-
-
-def names(text: str, entity: Sequence[str]) -> bool:
-    """Whether a text has one of an entity's names in it, as whole words, without regard to case,
-    accents and punctuation; in scripts without spaces, anywhere."""
-    words = f" {name_key(text)} "
-    keys = (name_key(name) for name in entity)
-    return any(key and f" {key} " in words for key in keys) or mentions(text, entity)
 
 
 def content_words(phrase: str) -> list[str]:

@@ -40,7 +40,7 @@ def dr_zero(written: Written, options: Any) -> tuple[float, dict[str, float]]:
         hops=written.seed.hops,
         turns=written.turns,
         evidence=evidence,
-        calls=len(written.queries),
+        calls=written.calls,
         responses=written.searches,
     )
     if not options.substring_match:

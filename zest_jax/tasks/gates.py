@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from zest_jax import text
+from zest_jax.tasks.names import named
 
 PROPOSAL_TAGS = ("think", "question", "answer")
 
@@ -98,8 +99,8 @@ def _problem(output: str, names: Sequence[str]) -> str:
 
 
 def leaks_answer(question: str, answers: Sequence[str]) -> bool:
-    """Some name of the answer stands in the question (normalised, as whole words)."""
-    return text.contains_any(question, answers)
+    """Some name of the answer stands in the question, however it is written (`names.named`)."""
+    return named(question, answers)
 
 
 def hides_answer(question: str, answers: Sequence[str]) -> Verdict:
@@ -149,6 +150,6 @@ def grounded(answers: Sequence[str], passages: Sequence[str], hops: int) -> Verd
     if hops < 1 or len(passages) != hops + 1:
         raise ValueError(f"a chain of {hops} hops has {hops + 1} passages, got {len(passages)}")
     admissible = passages if hops == 1 else passages[1:]
-    if any(text.contains_any(passage, answers) for passage in admissible):
+    if any(named(passage, answers) for passage in admissible):
         return PASS
     return Verdict(False, "answer not in evidence" if hops == 1 else "answer not beyond the seed")

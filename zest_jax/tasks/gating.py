@@ -16,9 +16,10 @@ import numpy as np
 from zest_jax.registry import Registry
 from zest_jax.tasks import gates
 from zest_jax.tasks.gates import PASS, Verdict
+from zest_jax.tasks.names import named
 from zest_jax.tasks.seeds import Proposal, Written
 from zest_jax.tasks.types import Passage
-from zest_jax.text import contains_any, exact_match, normalize_answer
+from zest_jax.text import exact_match, normalize_answer
 
 Read = Callable[[Sequence[str], Sequence[Sequence[Passage]]], list[str | None]]
 
@@ -67,14 +68,22 @@ def each(function: Callable[[Judged, Any], Verdict]) -> Gate:
     return gate
 
 
+def asks_reader(gate: Gate) -> Gate:
+    """Marks a gate that needs `Means.read`: a run that has one compiles a reader for it."""
+    gate.asks_reader = True  # type: ignore[attr-defined]
+    return gate
+
+
 def apply_gates(judged: Sequence[Judged], names: Sequence[str], means: Means) -> list[Proposal]:
     """Puts proposals through the named gates; a proposal's reason is that of the first refusal.
+
+    Without a question and an answer there is nothing to ask, whatever the gates are.
 
     Raises:
       UserError: there is no gate of a name.
     """
     found = [GATES.find(name) for name in names]
-    reasons = [""] * len(judged)
+    reasons = [_unreadable(one.written) for one in judged]
     for gate in found:
         left = [i for i, reason in enumerate(reasons) if not reason]
         if not left:
@@ -86,6 +95,12 @@ def apply_gates(judged: Sequence[Judged], names: Sequence[str], means: Means) ->
         Proposal(j.written, j.format, j.format_parts, reason)
         for j, reason in zip(judged, reasons, strict=True)
     ]
+
+
+def _unreadable(written: Written) -> str:
+    if written.question and written.answers:
+        return ""
+    return written.parsed.problem or "no pair"
 
 
 # ── Gates that look at one proposal ────────────────────────────────────────────────────────────
@@ -163,7 +178,7 @@ def grounded_beyond_source(one: Judged, options: Any) -> Verdict:
 def _stands_in(written: Written, first: int, reason: str) -> Verdict:
     # Texts without titles: with its title, the answer's own passage would ground anything.
     texts = [passage.text for part in written.evidence[first:] for passage in part]
-    found = any(contains_any(text, written.answers) for text in texts)
+    found = any(named(text, written.answers) for text in texts)
     return PASS if found else Verdict(False, reason)
 
 
@@ -217,6 +232,7 @@ def format_full(one: Judged, options: Any) -> Verdict:
 
 
 @GATES.register("rag")
+@asks_reader
 def rag(judged: Sequence[Judged], means: Means) -> list[Verdict]:
     """A reader finds the answer in the proposal's own evidence among passages of others (SSP).
 
@@ -246,6 +262,7 @@ def rag(judged: Sequence[Judged], means: Means) -> list[Verdict]:
 
 
 @GATES.register("closed_book")
+@asks_reader
 def closed_book(judged: Sequence[Judged], means: Means) -> list[Verdict]:
     """A reader without any passage does not know the answer."""
     if means.read is None:

@@ -215,3 +215,12 @@ def mentions(text: str, names: Sequence[str]) -> bool:
             if normalize_answer(name) in normalize_answer(text):
                 return True
     return False
+
+
+def named(text: str, names: Sequence[str]) -> bool:
+    """Whether a text has one of some names in it, however it is written: as whole words, without
+    regard to case, accents and any punctuation ("Paris's", "«Hamlet»"); in scripts without spaces,
+    anywhere."""
+    words = f" {name_key(text)} "
+    keys = (name_key(name) for name in names)
+    return any(key and f" {key} " in words for key in keys) or mentions(text, names)

@@ -16,10 +16,9 @@ from zest_jax.tasks.evidence_paths import (
     PathRules,
     check_path,
     content_words,
-    names,
     sentences,
 )
-from zest_jax.tasks.names import name_key
+from zest_jax.tasks.names import name_key, named
 from zest_jax.tasks.types import Passage
 
 _RELATION_WORDS = 4
@@ -112,7 +111,7 @@ def _edges(name: str, documents: Iterator[Passage] | Any, aliases: Aliases) -> I
     known = aliases.names_of(name)
     for document in documents:
         for sentence in sentences(document.text):
-            if names(sentence, known):
+            if named(sentence, known):
                 relation = relation_words(sentence, (*known, *aliases.names_of(document.title)))
                 yield Edge(document.title, relation, known[0], sentence, document.id)
 

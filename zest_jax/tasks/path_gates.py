@@ -6,10 +6,9 @@ the target as answer) these are ours; each is a gate by name.
 
 from typing import Any
 
-from zest_jax.tasks.evidence_paths import names
 from zest_jax.tasks.gates import PASS, Verdict
 from zest_jax.tasks.gating import GATES, Judged, each
-from zest_jax.tasks.names import name_key
+from zest_jax.tasks.names import name_key, named
 
 
 @GATES.register("start_named")
@@ -19,8 +18,8 @@ def start_named(one: Judged, options: Any) -> Verdict:
     nodes = one.written.seed.nodes
     if not nodes:
         return Verdict(False, "no path")
-    named = names(one.written.question or "", nodes[0])
-    return PASS if named else Verdict(False, "start not in question")
+    begins = named(one.written.question or "", nodes[0])
+    return PASS if begins else Verdict(False, "start not in question")
 
 
 @GATES.register("between_hidden")
@@ -33,7 +32,7 @@ def between_hidden(one: Judged, options: Any) -> Verdict:
     question, nodes = one.written.question or "", one.written.seed.nodes
     for start in nodes[0] if nodes else ():
         question = _without(question, start)
-    told = any(names(question, node) for node in nodes[1:-1])
+    told = any(named(question, node) for node in nodes[1:-1])
     return Verdict(False, "entity between in question") if told else PASS
 
 
@@ -42,7 +41,7 @@ def between_hidden(one: Judged, options: Any) -> Verdict:
 def answer_in_last(one: Judged, options: Any) -> Verdict:
     """The answer stands in the text of the path's last document."""
     seed = one.written.seed
-    held = bool(seed.passages) and names(seed.passages[-1].text, seed.answers)
+    held = bool(seed.passages) and named(seed.passages[-1].text, seed.answers)
     return PASS if held else Verdict(False, "answer not in the last document")
 
 

@@ -69,6 +69,7 @@ def read_episodes(
                 output=text,
                 turns=turns[n],
                 queries=tuple(q for queries in asked if queries for q in queries),
+                calls=sum(bool(queries) for queries in asked),
                 found=tuple(
                     found_by(episodes, n, t, passages, sampler.tokenizer) for t in range(searches)
                 ),
@@ -116,7 +117,8 @@ def context_texts(proposal: Proposal, protocol: Protocol, one_shot: str) -> dict
     """The passages of each context column of a proposal, as the policy reads them.
 
     One hop: with what one retrieval brings, and without anything. Several: the whole evidence;
-    nothing; the source's passage; one retrieval; the evidence of each hop k alone.
+    nothing; the source's passage; one retrieval; each other part of the evidence alone: of hop k,
+    or of the k-th search of a proposer that searches.
     """
     hops = proposal.seed.hops
     if hops == 1:
@@ -126,7 +128,7 @@ def context_texts(proposal: Proposal, protocol: Protocol, one_shot: str) -> dict
     columns = {FULL: "".join(shown), NONE: "", ONE_SHOT: one_shot}
     if shown:
         columns[SOURCE] = shown[0]
-    return columns | {HOP_1 + k: text for k, text in enumerate(shown[1 : hops + 1])}
+    return columns | {HOP_1 + k: text for k, text in enumerate(shown[1:])}
 
 
 def context_items(
@@ -166,6 +168,8 @@ def context_items(
         prompt = protocol.prompt.format(question=question)
         answer = f" {proposal.written.answers[0]}"
         for column, passages in context_texts(proposal, protocol, one_shot[b]).items():
+            if column >= columns:
+                raise ValueError(f"{columns} columns do not hold the parts of the evidence")
             owners.append(b * columns + column)
             texts.append(f"{prompt}{passages}<answer>")
             answers.append(answer)
@@ -208,7 +212,8 @@ def task_of(proposal: Proposal, task_id: str, iteration: int, probe: str = "") -
             "seed": seed.id,
             "proposal": written.output,
             "answer_in_source": answer_in_source(written),
-        },
+        }
+        | ({"nodes": [list(names) for names in seed.nodes]} if seed.nodes else {}),
     )
 
 

@@ -53,6 +53,7 @@ class Written:
       queries: what it searched for, in order.
       found: the passages that each search brought, best first.
       parsed: question, answer and thought.
+      calls: its turns that asked something; one may hold several queries.
     """
 
     seed: Seed
@@ -61,6 +62,7 @@ class Written:
     queries: tuple[str, ...]
     found: tuple[tuple[Passage, ...], ...]
     parsed: ParsedProposal
+    calls: int = 0
 
     @property
     def question(self) -> str | None:

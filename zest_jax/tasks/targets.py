@@ -10,9 +10,9 @@ import dataclasses
 import json
 from collections.abc import Sequence
 
-from zest_jax.tasks.evidence_paths import Aliases, names
+from zest_jax.tasks.evidence_paths import Aliases
 from zest_jax.tasks.gates import PASS, Verdict, leaks_answer
-from zest_jax.tasks.names import is_number_or_date, name_key
+from zest_jax.tasks.names import is_number_or_date, name_key, named
 from zest_jax.tasks.types import Passage
 from zest_jax.text import last_tag
 
@@ -101,7 +101,7 @@ def supporting(
     found = tuple(
         document
         for document in documents
-        if aliases.id_of(document.title) != own and names(document.text, known)
+        if aliases.id_of(document.title) != own and named(document.text, known)
     )
     if len(found) >= max(least, 1):
         return PASS, found

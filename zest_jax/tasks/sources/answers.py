@@ -97,6 +97,13 @@ def build(config: Any, world: World) -> Answers:
         answers = [(graph.entity_ids[e], graph.names(e), 0) for e in tails.tolist()]
     else:
         raise UserError("source.kind=answers needs a file of answers: set source.file.")
+    most = config.proposer.searches
+    for name, _, searches in answers:
+        if searches > most:
+            raise UserError(
+                f"{config.source.file}: the answer {name} asks for {searches} searches, and a "
+                f"proposal may have proposer.searches={most}; raise it or lower 'search_turns'."
+            )
     kept = [answer for answer in answers if answer[0] not in world.evaluated_sources]
     if not kept:
         raise UserError("every answer of the source belongs to a question of the evaluation.")

@@ -60,6 +60,7 @@ def pooled_seed(chain: ChainRecord) -> Seed:
         answers=chain.answer.names,
         words=tuple(words),
         chain_id=chain.id,
+        nodes=tuple(entity.names for entity in chain.entities),
     )
 
 
@@ -72,4 +73,10 @@ def build(config: Any, world: World) -> PooledChains:
             "and set source.file."
         )
     pool = ChainPool.open(config.source.file)
+    for hops in range(1, config.world.max_hops + 1) if config.schedule.iterations else ():
+        if not pool.count(hops):
+            raise UserError(
+                f"{config.source.file} has no chain of {hops} hop(s); lower world.max_hops="
+                f"{config.world.max_hops}, or build chains of that length (build_chains --hops)."
+            )
     return PooledChains(pool, config.world.max_hops, world.evaluated_sources)

@@ -19,10 +19,11 @@ class Chains:
     Args:
       atlas: the world's facts.
       max_hops: longest chain.
+      left_out: source ids that are never drawn.
     """
 
-    def __init__(self, atlas: Atlas, max_hops: int):
-        self.atlas, self.max_hops = atlas, max_hops
+    def __init__(self, atlas: Atlas, max_hops: int, left_out: frozenset[str] = frozenset()):
+        self.atlas, self.max_hops, self.left_out = atlas, max_hops, left_out
 
     def draw(self, count: int, rng: np.random.Generator, fits: Fits) -> list[Seed]:
         """See `SeedSource`."""
@@ -47,7 +48,8 @@ class Chains:
     ) -> dict[str, Seed]:
         drawn = self.atlas.sample_chains(hops, count, rng, split="train")
         seeds = (chain_seed(chain, self.atlas) for chain in drawn)
-        return {seed.id: seed for seed in seeds if fits(seed)}
+        kept = (seed for seed in seeds if seed.source_id not in self.left_out)
+        return {seed.id: seed for seed in kept if fits(seed)}
 
 
 def chain_seed(chain: Chain, atlas: Atlas) -> Seed:
@@ -66,6 +68,7 @@ def chain_seed(chain: Chain, atlas: Atlas) -> Seed:
         answers=atlas.graph.names(chain.entities[-1]),
         words=words,
         chain_id=chain.id,
+        nodes=tuple(atlas.graph.names(entity) for entity in chain.entities),
     )
 
 
@@ -77,4 +80,4 @@ def build(config: Any, world: World) -> Chains:
             "source.kind=chains walks through the facts of a world folder, and this run has an "
             "index only; build chains with zest_jax.build_chains and set source.kind=chain_pool."
         )
-    return Chains(world.atlas, config.world.max_hops)
+    return Chains(world.atlas, config.world.max_hops, world.evaluated_sources)
