@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from written import judge_one, output, written
 
+from zest_jax.records import truth_metrics
 from zest_jax.tasks.atlas import load_atlas
 from zest_jax.tasks.question_quality import Oracle, quality
 from zest_jax.tasks.sources.chains import chain_seed
@@ -61,3 +62,22 @@ def test_quality(atlas):
     assert "answer leakage  20.0 %" in found.table() and "2-hop" in found.table()
     assert quality(proposed, None).to_json() == {"questions": 5, "answer_leakage": 20.0}
     assert quality([], Oracle(atlas)).to_json()["valid"] is None
+
+
+def test_truth_beside_a_probe(atlas):
+    """Two true labels and a wrong one; the solver is right on the first and on the wrong one."""
+    rng = np.random.default_rng(1)
+    one, two, three = atlas.sample_chains(1, 3, rng)
+
+    def proposal(chain, label):
+        question = nested_question(chain, atlas, rng)
+        return judge_one(written(chain_seed(chain, atlas), output(question, label)), "pair", ())
+
+    labels = atlas.graph.labels
+    good = [proposal(c, labels[c.entities[-1]]) for c in (one, two)]
+    other = chain_seed(three, atlas)
+    wrong = judge_one(written(other, output(nested_question(two, atlas, rng), "x")), "pair", ())
+    refused = judge_one(written(other, "nothing"), "pair", ())
+    found = truth_metrics([*good, wrong, refused], Oracle(atlas), {0: 0.8, 1: 0.2, 2: 1.0})
+    assert found["proposer/true_label"] == pytest.approx(2 / 3)
+    assert found["proposer/probe_agreement"] == pytest.approx(1 / 3)

@@ -46,6 +46,14 @@ class Probe:
     right_B: np.ndarray
     rollouts: int
 
+    @property
+    def shares(self) -> dict[int, float]:
+        """Share of right answers, by the index of the proposal."""
+        return {
+            i: float(right) / self.rollouts
+            for i, right in zip(self.asked, self.right_B, strict=True)
+        }
+
 
 class Proposing:
     """The parts of a run that write questions, with its config in hand.

@@ -17,6 +17,7 @@ from zest_jax.rollout.trajectories import Finish, Trajectories
 from zest_jax.tasks.gates import leaks_answer
 from zest_jax.tasks.gating import GATES, Judged, Means
 from zest_jax.tasks.proposals import answer_in_source
+from zest_jax.tasks.question_quality import Oracle
 from zest_jax.tasks.seeds import Proposal
 from zest_jax.tasks.types import Task
 
@@ -81,6 +82,30 @@ def _leaks(proposal: Proposal) -> float:
     """Whether a name of the answer stands in the question; not a number without a question."""
     question = proposal.written.question
     return np.nan if question is None else float(leaks_answer(question, proposal.written.answers))
+
+
+def truth_metrics(
+    proposed: Sequence[Proposal], oracle: Oracle, right: Mapping[int, float]
+) -> dict[str, float]:
+    """How true the labels of accepted questions are, and whether a solver's success says so.
+
+    Self-labelled loops can raise agreement and lower truth: both are told from the first step.
+
+    Args:
+      proposed: of the step.
+      oracle: reads questions back by the world's facts.
+      right: share of right answers of each proposal that a solver was asked, by its index.
+    """
+    true = {
+        i: oracle.hops(p.written.question or "", p.written.answers) > 0
+        for i, p in enumerate(proposed)
+        if p.passed
+    }
+    agree = [(share > 0.5) == true[i] for i, share in right.items() if i in true]
+    return {
+        "proposer/true_label": _mean(list(true.values())),
+        "proposer/probe_agreement": _mean(agree),
+    }
 
 
 def generation_metrics(

@@ -39,6 +39,7 @@ from zest_jax.rewards.terms import NEEDS_DIFFICULTY, needs, proposer_reward
 from zest_jax.solving import Attempts, Solving
 from zest_jax.statistics import paired_bootstrap_ci
 from zest_jax.tasks import cloning, proposals
+from zest_jax.tasks.question_quality import Oracle
 from zest_jax.tasks.refill import REFILLS, Pool, Shelf
 from zest_jax.tasks.seeds import Proposal
 from zest_jax.tasks.sources import TaskSource
@@ -99,6 +100,7 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
     solving = Solving(c, parts, packs, fallback)
     proposing = Proposing(c, parts, packs) if parts.proposer_sampler is not None else None
     proposer = assembly.proposer_state(c)
+    oracle = None if world.atlas is None else Oracle(world.atlas)
     imitated: list[Item] = []
     if c.warm_start.steps and c.warm_start.file:
         imitated = cloning.episode_items(
@@ -318,6 +320,9 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
         record = records.proposer_metrics(proposed, episodes, values, per_row, signals)
         record |= records.rollout_metrics("proposer", proposing.sampler.counters)
         record |= proposing.stage_metrics()
+        if oracle is not None:
+            shares = {} if probed is None else probed.shares
+            record |= records.truth_metrics(proposed, oracle, shares)
         if host["phase_step"] % c.log.rollouts_every == 0:
             lines = records.proposal_traces(proposed[:6], per_row, signals.valid_BC)
             write_rollouts("proposals.jsonl", phase.iteration, lines)
