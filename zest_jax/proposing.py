@@ -162,7 +162,8 @@ class Proposing:
           key: of the sampling.
           rng: of what gates draw.
           samples: neighbours in the result share a seed.
-          reader: the policy that answers gates' questions; the proposer where None.
+          reader: the policy that answers gates' questions; where None the proposer, or the solver
+            that the run began with where the proposer is another policy.
           beside: earlier proposals whose passages serve gates as noise, as these do.
         """
         begun = time.perf_counter()
@@ -174,7 +175,10 @@ class Proposing:
         )
         read = None
         if self.parts.reader is not None:
-            reads, with_params = self.parts.reader, params if reader is None else reader
+            reads, with_params = self.parts.reader, reader
+            if reader is None:
+                solver = self.parts.solver
+                with_params = solver.whole(solver.params) if self.parts.apart else params
 
             def read(questions: Any, passages: Any) -> list[str | None]:
                 return reads(with_params, jax.random.fold_in(key, 1), questions, passages)
