@@ -132,6 +132,12 @@ def test_acyclicity(edges, good):
         (changed(BORN, document="d2"), "sentence not in its document"),
         (changed(BORN, document="d9"), "document was not retrieved"),
         (changed(BORN, sentence=" "), "sentence not in its document"),
+        # a part of a sentence, and more than one
+        (changed(BORN, sentence="was born in Warsaw."), "sentence not in its document"),
+        (
+            changed(BORN, sentence="Marie Curie was born in Warsaw. She went to Paris."),
+            "sentence not in its document",
+        ),
         # put together from two passages
         (
             changed(BORN, sentence="She went to Paris. Warsaw is the capital of Poland."),

@@ -133,6 +133,17 @@ def test_end_tokens_of_a_broken_generation_config():
             {"source.kind": "references", "source.target_protocol": "plain_search"},
             "without searches",
         ),
+        ({"source.kind": "references", "source.support": 9}, "asks for more documents"),
+        (
+            {
+                "source.kind": "documents",
+                "proposer.gates": ("start_named",),
+                "proposer.protocol": "plain_document",
+                "proposer.searches": 2,
+                "source.hop_weights": (1, 1, 1),
+            },
+            "which need a path",
+        ),
         (
             {
                 "reward.without": ("hop",),

@@ -10,7 +10,8 @@ import pytest
 from configs import common
 from zest_jax.rollout.protocols import find
 from zest_jax.staging import Staging
-from zest_jax.tasks.evidence_paths import Aliases
+from zest_jax.tasks.evidence_paths import Aliases, PathCase, PathRules
+from zest_jax.tasks.path_building import choose, written_path
 from zest_jax.tasks.sources.references import References
 from zest_jax.tasks.types import Passage
 
@@ -55,7 +56,7 @@ class Says:
         ]
 
 
-def staging(targets, paths=None, path="linked", longest=10_000, **source):
+def staging(targets, paths=None, path="linked", longest=10_000, longest_path=10_000, **source):
     config = common.get_config()
     config.source.path = path
     config.source.title_is_subject = True
@@ -70,7 +71,7 @@ def staging(targets, paths=None, path="linked", longest=10_000, **source):
         ),
         stages={
             "target": Says("plain_target", replies, longest),
-            "path": Says("zest_path", paths or {}),
+            "path": Says("zest_path", paths or {}, longest_path),
         },
     )
     made = Staging(config, parts)
@@ -130,6 +131,27 @@ def test_a_path_that_the_proposer_writes():
     assert funnel.reasons["path"] == {
         "": 1, "sentence not in its document": 1, "path unreadable": 1,
     }  # fmt: skip
+
+
+def test_a_start_that_is_held_out_is_refused_wherever_its_sentence_stands():
+    held = edge("Seville", "neighbour", "France", "Its neighbour is France.", "spain")
+    paris = edge("France", "capital", "Paris", "Its capital is Paris.", "france")
+    paths = {"ends at Paris": f"<answer>{json.dumps({'edges': [held, paris]})}</answer>"}
+    seeds, funnel = staging(TARGETS, paths, path="written")
+    assert not seeds and "sentence lacks an entity" in funnel.reasons["path"]
+    aliases = Aliases([("held", ("Spain",)), ("france", ("France",)), ("paris", ("Paris",))])
+    case = PathCase(
+        written_path(json.dumps({"edges": [held | {"head": "Spain"}, paris]})),
+        "Paris", PASSAGES, aliases, PathRules(title_is_subject=True),
+    )  # fmt: skip
+    assert choose([case]).path and choose([case], {"held"}).reason == "start is of the evaluation"
+
+
+def test_documents_are_shown_as_far_as_there_is_room():
+    seeds, funnel = staging(TARGETS, {"[france]": "<answer>none</answer>"}, path="written")
+    assert funnel.reasons["path"]["path unreadable"] == 3
+    _, short = staging(TARGETS, {}, path="written", longest_path=20)
+    assert short.reasons["path"] == {"prompt too long": 3}
 
 
 def test_without_a_path():

@@ -412,10 +412,14 @@ def state_from(config: Any, parts: Parts, params: Params) -> dict[str, Any]:
         "anchor": jax.tree.map(jnp.copy, params),
     }
     if proposer_state(config) == "proposer":
-        state["proposer"] = specs["proposer"].init(proposer)
+        # One that is never updated has no moments.
+        frozen = config.proposer.frozen
+        state["proposer"] = (
+            jax.tree.map(jnp.copy, proposer) if frozen else specs["proposer"].init(proposer)
+        )
     if needs_base(config):
         state["base"] = jax.tree.map(jnp.copy, params)
-        if parts.apart and config.proposer.kl_weight:
+        if parts.apart and config.proposer.kl_weight and not config.proposer.frozen:
             state["proposer_base"] = jax.tree.map(jnp.copy, proposer)
     return state
 

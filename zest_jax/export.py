@@ -20,6 +20,7 @@ from ml_collections import ConfigDict
 from zest_jax import assembly, cli
 from zest_jax.checkpoint import Checkpoints
 from zest_jax.errors import UserError
+from zest_jax.learning.updates import TrainState
 from zest_jax.models.hf import save_pretrained
 from zest_jax.models.lora import merge_lora
 from zest_jax.models.policy import Params
@@ -27,6 +28,18 @@ from zest_jax.tracing import TraceCounter
 from zest_jax.workdir import Workdir
 
 ROLES = ("solver", "proposer", "anchor")
+
+
+def read_config(workdir_path: str) -> ConfigDict:
+    """The config of a run.
+
+    Raises:
+      UserError: the folder is no workdir.
+    """
+    path = Path(workdir_path) / "config.json"
+    if not path.exists():
+        raise UserError(f"{workdir_path} is no workdir of a run: it has no config.json.")
+    return ConfigDict(json.loads(path.read_text("utf-8")))
 
 
 def load_role(
@@ -48,10 +61,8 @@ def load_role(
     """
     if role not in ROLES:
         raise UserError(f"the role is one of {', '.join(ROLES)}, not {role!r}.")
-    if not (Path(workdir_path) / "config.json").exists():
-        raise UserError(f"{workdir_path} is no workdir of a run: it has no config.json.")
+    config = read_config(workdir_path)
     workdir = Workdir(workdir_path, lock=False)
-    config = ConfigDict(json.loads(workdir.config_json.read_text("utf-8")))
     with Checkpoints(workdir.checkpoints, config.checkpoint.keep) as checkpoints:
         number = checkpoints.latest
         if number is None:
@@ -70,10 +81,14 @@ def load_role(
             raise UserError(
                 f"{workdir_path} was made by another version of zest_jax ({error}); use that one."
             ) from None
+        name = assembly.proposer_state(config) if role == "proposer" else role
+        if name is None:
+            raise UserError(f"{workdir_path} is a run on labelled questions; it has no proposer.")
         like = assembly.initial_state(config, parts)
         _, state, host = checkpoints.restore(like, number)
     assembly.check_base(host, parts)
-    params = state[role] if role == "anchor" else state[role].params
+    held = state[name]
+    params = held.params if isinstance(held, TrainState) else held
     return parts, parts.player(role).whole(params), host["step"]
 
 

@@ -18,7 +18,6 @@ from typing import Any
 import jax
 import numpy as np
 from absl import flags
-from ml_collections import ConfigDict
 
 from zest_jax import assembly, cli, export
 from zest_jax import workdir as workdir_lib
@@ -36,17 +35,14 @@ from zest_jax.tracing import TraceCounter
 def main(config: Any, workdir: str, values: flags.FlagValues) -> None:
     if (config is None) == (not workdir):
         raise UserError("give either --config=…, or --workdir=… of a run.")
-    if values.seeds < 1 or values.batch < 1:
-        raise UserError("--seeds and --batch must be at least 1.")
+    if values.seeds < 1 or values.batch < 1 or values.seed < 0:
+        raise UserError("--seeds and --batch must be at least 1, --seed at least 0.")
     out = Path(values.out)
     if not values.out or out.is_dir():
         raise UserError("no file is given; say where the questions go: --out=tasks.jsonl.")
     if config is None:
-        config = ConfigDict(json.loads((Path(workdir) / "config.json").read_text("utf-8")))
-        role = assembly.proposer_state(config)
-        if role is None:
-            raise UserError(f"{workdir} is a run on labelled questions; it has no proposer.")
-        parts, params, _ = export.load_role(workdir, role)
+        config = export.read_config(workdir)
+        parts, params, _ = export.load_role(workdir, "proposer")
     else:
         parts = assembly.build(config, TraceCounter())
         if parts.proposer_sampler is None:
@@ -85,9 +81,10 @@ def write(
     key = jax.random.key(seed)
     for at in range(0, seeds, batch):
         count = min(batch, seeds - at)
-        drawn = proposing.draw(params, count, rng, jax.random.fold_in(key, 2 * at))
-        _, judged = proposing.propose(params, drawn, jax.random.fold_in(key, 2 * at + 1), rng)
-        proposed += judged
+        drawn = proposing.draw(params, count, rng, jax.random.fold_in(key, 2 * at), some=False)
+        if drawn:
+            step = jax.random.fold_in(key, 2 * at + 1)
+            proposed += proposing.propose(params, drawn, step, rng)[1]
         funnel += proposing.funnel
         proposing.funnel = Funnel()
     return proposed, funnel

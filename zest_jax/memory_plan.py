@@ -334,19 +334,23 @@ def plan_run(
     own = assembly.proposer_state(config)
     resident += state_lines("solver", policy, specs["solver"], mesh)
     if own == "proposer":
-        resident += state_lines("proposer", asking, specs["proposer"], mesh)
+        whole = state_lines("proposer", asking, specs["proposer"], mesh)
+        frozen = [Line("proposer", per_device(_trained(asking), mesh))]
+        resident += frozen if config.proposer.frozen else whole
     resident.append(Line("anchor", per_device(_trained(policy), mesh)))
     if assembly.needs_base(config):
         resident.append(Line("base", per_device(_trained(policy), mesh)))
-        if proposer_policy is not None and config.proposer.kl_weight:
+        pulled = config.proposer.kl_weight and not config.proposer.frozen
+        if proposer_policy is not None and pulled:
             resident.append(Line("base of the proposer", per_device(_trained(asking), mesh)))
     # Roles share an index, so that an array may stand there twice.
     arrays = {id(x): x.nbytes for x in jax.tree.leaves(retriever) if hasattr(x, "nbytes")}
     resident.append(Line("index and passages", sum(arrays.values())))
+    asks = bool(own and not config.proposer.frozen)
     used = {
         "warm_start": bool(config.warm_start.steps),
         "solver": bool(config.schedule.iterations and config.schedule.solver_steps),
-        "proposer": bool(own and config.schedule.iterations and config.schedule.proposer_steps),
+        "proposer": bool(asks and config.schedule.iterations and config.schedule.proposer_steps),
     }
     phases: dict[str, tuple[Line, ...]] = {}
     for name, there in used.items():

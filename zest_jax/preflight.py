@@ -325,7 +325,23 @@ def check_schedule(config: Any) -> None:
     if source in GIVEN or source == "labelled":  # one of your own is looked at when it is built
         check_source_kind(kind, source, source == "labelled")
     if kind == "labelled":
+        if config.proposer.folder:
+            raise UserError(
+                "config field schedule.kind=labelled has no proposer; leave proposer.folder empty."
+            )
         return
+    ways = {"start_named", "between_hidden"} & set(config.proposer.gates)
+    wayless = source in ("documents", "answers") or config.source.path == "none"
+    if ways and wayless and source in GIVEN and source not in ("chains", "chain_pool"):
+        raise UserError(
+            f"config field proposer.gates has {', '.join(sorted(ways))}, which need a path, and "
+            f"source.kind={source} (source.path={config.source.path}) gives none."
+        )
+    if source == "references" and config.source.support > config.source.documents:
+        raise UserError(
+            f"config field source.support={config.source.support} asks for more documents than "
+            f"source.documents={config.source.documents} retrieves."
+        )
     if kind == "online" and needs(config.reward, NEEDS_DIFFICULTY):
         if config.reward.difficulty == "dr_zero" and config.solver.group_size < 2:
             raise UserError(

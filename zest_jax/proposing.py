@@ -25,8 +25,9 @@ from zest_jax.solving import sampled_items
 from zest_jax.staging import Staging
 from zest_jax.tasks import proposals
 from zest_jax.tasks.funnel import Funnel
+from zest_jax.tasks.gates import ParsedProposal
 from zest_jax.tasks.gating import Means
-from zest_jax.tasks.seeds import Proposal, Seed
+from zest_jax.tasks.seeds import Proposal, Seed, Written
 from zest_jax.tasks.sources import SeedSource
 from zest_jax.tasks.sources.chain_pool import PooledChains
 from zest_jax.tasks.sources.references import References
@@ -99,6 +100,7 @@ class Proposing:
         key: jax.Array,
         rounds: int = 1,
         used: Container[str] = (),
+        some: bool = True,
     ) -> list[Seed]:
         """Seeds of the source whose prompts fit: so many, or fewer where a proposer has to prepare
         them (`staging`) and not all it began with came through.
@@ -111,9 +113,10 @@ class Proposing:
           rounds: how often new references are tried, while seeds are wanting.
           used: ids of seeds that earlier iterations' questions were written from. A pool gives
             others; small sources may give them again.
+          some: whether it is a mistake if nothing comes through.
 
         Raises:
-          UserError: the source runs dry, or nothing came through at all.
+          UserError: the source runs dry, or nothing came through.
         """
         if self.staging is None:
             fresh = isinstance(self.source, PooledChains)
@@ -124,14 +127,18 @@ class Proposing:
             )
         self.funnel = Funnel()
         seeds: list[Seed] = []
+        named: set[str] = set()
         for attempt in range(rounds):
             references = self.source.draw(count, rng, lambda seed: True)
-            made, funnel = self.staging(params, references, jax.random.fold_in(key, attempt), rng)
+            at = jax.random.fold_in(key, attempt)
+            made, funnel = self.staging(params, references, at, rng, named)
+            fitting = [seed for seed in made if self.fits_proposer(seed)]
+            funnel.turn_back("path", "prompt too long", len(made) - len(fitting))
             self.funnel += funnel
-            seeds += [seed for seed in made if self.fits_proposer(seed)]
+            seeds += fitting
             if len(seeds) >= count:
                 break
-        if not seeds:
+        if some and not seeds:
             raise UserError(
                 f"none of {rounds * count} reference questions led to an evidence path that the "
                 f"proposer can be shown; start from a policy that names targets "
@@ -176,7 +183,7 @@ class Proposing:
         read = None
         if self.parts.reader is not None:
             reads, with_params = self.parts.reader, reader
-            if reader is None:
+            if with_params is None:
                 solver = self.parts.solver
                 with_params = solver.whole(solver.params) if self.parts.apart else params
 
@@ -187,10 +194,19 @@ class Proposing:
         noise = {p.id: p for one in around for part in one.evidence for p in part}
         means = Means(self.config.gates, read, rng, tuple(noise.values()))
         p = self.config.proposer
-        judged = proposals.judge(written, p.format, p.gates, means)
+        judged = proposals.judge(
+            [self._unless_evaluated(one) for one in written], p.format, p.gates, means
+        )
         self.funnel.add("question", (proposal.reason for proposal in judged))
         self.funnel.took("question", time.perf_counter() - begun)
         return episodes, judged
+
+    def _unless_evaluated(self, written: Written) -> Written:
+        """The same, unreadable where it asks a question that the solver is measured by."""
+        if not self.parts.world.evaluates(written.question or ""):
+            return written
+        parsed = ParsedProposal(None, None, written.parsed.think, "question of the evaluation")
+        return dataclasses.replace(written, parsed=parsed)
 
     def one_shot(self, proposed: Sequence[Proposal]) -> list[str]:
         """What a single retrieval with each question brings, as the solver would see it."""

@@ -73,7 +73,12 @@ class Staging:
         )
 
     def __call__(
-        self, params: Params, references: Sequence[Seed], key: jax.Array, rng: np.random.Generator
+        self,
+        params: Params,
+        references: Sequence[Seed],
+        key: jax.Array,
+        rng: np.random.Generator,
+        seen: set[str] | None = None,
     ) -> tuple[list[Seed], Funnel]:
         """Seeds of the references that came through, in order, and how many fell where.
 
@@ -82,28 +87,36 @@ class Staging:
           references: of the source.
           key: of the sampling.
           rng: of what is equally good.
+          seen: entities that were named before; those of this call are added.
         """
         funnel = Funnel()
+        seen = set() if seen is None else seen
         with _timed(funnel, "target"):
-            named = self._targets(params, references, key, funnel)
+            named = self._targets(params, references, key, seen, funnel)
         with _timed(funnel, "support"):
             found = self._documents(named, funnel)
         with _timed(funnel, "path"):
+            if self.options.path != "none":
+                self._follow_backwards(found)
             seeds = self._paths(params, found, key, rng, funnel)
         return seeds, funnel
 
     # ------------------------------------------------------------------ 1: targets
 
     def _targets(
-        self, params: Params, references: Sequence[Seed], key: jax.Array, funnel: Funnel
+        self,
+        params: Params,
+        references: Sequence[Seed],
+        key: jax.Array,
+        seen: set[str],
+        funnel: Funnel,
     ) -> list[tuple[Seed, str]]:
         asked = [dict(seed.fields) for seed in references]
         outputs = self._write("target", params, asked, jax.random.fold_in(key, 2))
         named: list[tuple[Seed, str]] = []
-        seen: set[str] = set()
         aliases, reasons = self.source.aliases, []
         for seed, output in zip(references, outputs, strict=True):
-            target = read_target(output)
+            target = None if output is None else read_target(output)
             verdict = entity_filter(
                 target,
                 seed.fields["question"],
@@ -111,7 +124,7 @@ class Staging:
                 most_words=self.answer_words,
                 known_only=self.source.known_only,
             )
-            reason = verdict.reason
+            reason = "reference too long" if output is None else verdict.reason
             if target is not None and verdict:
                 entity = aliases.id_of(target.answer)
                 if entity in seen:
@@ -125,12 +138,12 @@ class Staging:
 
     def _write(
         self, stage: str, params: Params, fields: Sequence[dict[str, str]], key: jax.Array
-    ) -> list[str]:
-        """The proposer's words of a stage; "" where its prompt is too long."""
+    ) -> list[str | None]:
+        """The proposer's words of a stage; None where its prompt is too long."""
         sampler: Sampler = self.parts.stages[stage]
         prompts = self.parts.proposer.encode([sampler.protocol.prompt.format(**f) for f in fields])
         fits = [i for i, ids in enumerate(prompts) if len(ids) <= sampler.spec.prompt_length]
-        outputs = [""] * len(prompts)
+        outputs: list[str | None] = [None] * len(prompts)
         if fits:
             episodes = sampler(params, [prompts[i] for i in fits], key, self.temperature)
             for i, text in zip(fits, sampler.texts(episodes), strict=True):
@@ -149,7 +162,11 @@ class Staging:
             if verdict:
                 found.append(Found(seed, answer, support, {d.id: d for d in documents}))
         funnel.add("support", reasons)
-        # Backwards: what names the documents' own titles, a hop further each time.
+        return found
+
+    def _follow_backwards(self, found: Sequence[Found]) -> None:
+        """Adds what names the documents' own titles, a hop further each time."""
+        depth, aliases = self.options.documents, self.source.aliases
         ahead = [[d.title for d in one.support[:_BRANCH]] for one in found]
         for _ in range(self.rules.max_hops - 1):
             titles = list(dict.fromkeys(title for each in ahead for title in each))
@@ -163,7 +180,6 @@ class Staging:
                     following += [d.title for d in naming[:_BRANCH]]
                 further.append(list(dict.fromkeys(following)))
             ahead = further
-        return found
 
     # ------------------------------------------------------------------ 3: paths
 
@@ -177,7 +193,7 @@ class Staging:
     ) -> list[Seed]:
         if self.options.path == "none":
             seeds = [self._without_path(one) for one in found]
-            clear = [seed.source_id not in self.source.left_out for seed in seeds]
+            clear = [self._may_start(seed) for seed in seeds]
             funnel.add("path", ["" if good else "start is of the evaluation" for good in clear])
             return [seed for seed, good in zip(seeds, clear, strict=True) if good]
         if self.options.path == "written":
@@ -195,6 +211,10 @@ class Staging:
         funnel.add("path", reasons)
         return seeds
 
+    def _may_start(self, seed: Seed) -> bool:
+        start = self.source.aliases.id_of(seed.passages[0].title)
+        return not {seed.source_id, start} & self.source.left_out
+
     def _linked(self, one: Found, rng: np.random.Generator) -> Built:
         aliases = self.source.aliases
         return choose(
@@ -202,22 +222,30 @@ class Staging:
             self.source.left_out,
         )
 
-    def _judged(self, one: Found, output: str) -> Built:
-        path = written_path(last_tag(output, "answer") or "")
+    def _judged(self, one: Found, output: str | None) -> Built:
+        path = written_path(last_tag(output or "", "answer") or "")
         if path is None:
-            unread = "path unreadable"
+            unread = "prompt too long" if output is None else "path unreadable"
             return Built(None, unread, Counter({unread: 1}))
         aliases = self.source.aliases
         case = PathCase(path, one.answer, one.documents, aliases, self.rules)
         return choose([case], self.source.left_out)
 
     def _shown(self, one: Found) -> dict[str, str]:
-        documents = "".join(f"[{d.id}] {d.title}: {d.text}\n" for d in one.documents.values())
-        return {
-            "answer": one.answer,
-            "hops": str(one.reference.hops),
-            "documents": documents,
-        }
+        """What a proposer is given to arrange: documents in the order they were found, as many as
+        its prompt has room for."""
+        lines = [f"[{d.id}] {d.title}: {d.text}\n" for d in one.documents.values()]
+        sampler = self.parts.stages["path"]
+        fields = {"answer": one.answer, "hops": str(one.reference.hops), "documents": ""}
+        asked, *shown = self.parts.proposer.encode(
+            [sampler.protocol.prompt.format(**fields), *lines]
+        )
+        room = sampler.spec.prompt_length - len(asked)
+        kept = 0
+        while kept < len(shown) and len(shown[kept]) <= room:
+            room -= len(shown[kept])
+            kept += 1
+        return fields | {"documents": "".join(lines[:kept])}
 
     def _seed(self, one: Found, path: EvidencePath) -> Seed:
         """The seed of a path: its words, the documents of its sentences, the target's names."""

@@ -8,7 +8,7 @@ step (online); or the solver alone on labelled questions. Everything drawn is a 
 and the step, and a checkpoint holds the rest, so that a killed run, started again, ends with the
 same numbers.
 
-What is left out so far: more than one device.
+More than one device is left out so far.
 """
 
 import dataclasses
@@ -460,11 +460,13 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
         count: int, word: str, iteration: int, beside: Sequence[Proposal] = ()
     ) -> tuple[Any, ...]:
         """Episodes, proposals, the indices of those that passed, and their tasks."""
-        assert proposing is not None and proposer is not None
+        assert proposing and proposer
         seeds = proposing.draw(
             whole(proposer), count, rng(f"seeds to {word}"), key(f"stages to {word}"),
-            c.source.rounds,
+            c.source.rounds, some=not beside,
         )  # fmt: skip
+        if not seeds:
+            return None, [], [], []
         episodes, proposed = proposing.propose(
             whole(proposer), seeds, key(word), rng(f"gates to {word}"), c.proposer.samples,
             whole("solver"), beside,
@@ -477,10 +479,8 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
         ]
         return episodes, proposed, asked, tasks
 
-    def propose_again(
-        iteration: int, beside: Sequence[Proposal], count: int, attempt: int
-    ) -> list[Task]:
-        return propose_tasks(count, f"propose again {attempt}", iteration, beside)[3][:count]
+    def propose_again(at: int, beside: Sequence[Proposal], count: int, attempt: int) -> list[Task]:
+        return propose_tasks(count, f"propose again {attempt}", at, beside)[3][:count]
 
     def online_phase(phase: assembly.Phase, bar: Any) -> None:
         assert proposing is not None
@@ -488,11 +488,11 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
             count = c.proposer.seeds_per_step
             episodes, proposed, asked, tasks = propose_tasks(count, "propose", phase.iteration)
             again = functools.partial(propose_again, phase.iteration, proposed)
+            staged = proposing.stage_metrics()
             if host["phase_step"] % c.refill.period == 0:
                 pool.tasks.clear()
             shelf = Shelf(c.refill, again, pool, labelled, rng("refill"))
             refilled = REFILLS.find(c.refill.kind)(c.solver.tasks_per_step - len(tasks), shelf)
-            record: dict[str, float] = {}
             attempts = None
             if tasks or refilled:
                 attempts = solving.attempt(
@@ -504,7 +504,8 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
             right = np.zeros(0) if attempts is None else attempts.right[: len(tasks)]
             probed = Probe(asked, right, c.solver.group_size)
             record, batch = update_proposer(episodes, proposed, probed, phase)
-            record["proposer/refilled"] = len(refilled) / c.solver.tasks_per_step
+            # Stages are those of the step, not of what took refused questions' place.
+            record |= staged | {"proposer/refilled": len(refilled) / c.solver.tasks_per_step}
             if attempts is not None:
                 more_record, batch = update_solver(attempts, phase.iteration)
                 record |= more_record

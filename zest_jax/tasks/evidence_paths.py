@@ -185,15 +185,16 @@ def acyclicity(case: PathCase) -> Verdict:
 def grounding(case: PathCase) -> Verdict:
     """Every sentence stands in its source document, word for word.
 
-    Runs of white space count as one space, and composed and decomposed letters as the same; a
-    sentence put together from two documents stands in neither.
+    Runs of white space count as one space, and composed and decomposed letters as the same. It is
+    one whole sentence as `sentences` cuts them: a part of one would be held by nothing, several
+    (or a whole document) would hold anything, and one put together from two documents stands in
+    neither.
     """
     for edge in case.path.edges:
         document = case.documents.get(edge.document)
         if document is None:
             return Verdict(False, "document was not retrieved")
-        sentence = _spaced(edge.sentence)
-        if not sentence or sentence not in _spaced(document.text):
+        if _spaced(edge.sentence) not in map(_spaced, sentences(document.text)):
             return Verdict(False, "sentence not in its document")
     return PASS
 

@@ -36,6 +36,12 @@ class Funnel:
         """Counts verdicts of a stage by their reasons, "" for those that passed."""
         self.reasons[stage].update(reasons)
 
+    def turn_back(self, stage: str, reason: str, count: int) -> None:
+        """Makes refusals of what a stage had let pass."""
+        if count:
+            self.reasons[stage][""] -= count
+            self.reasons[stage][reason] += count
+
     def took(self, stage: str, seconds: float) -> None:
         """Adds to the time of a stage."""
         self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds

@@ -224,3 +224,12 @@ def named(text: str, names: Sequence[str]) -> bool:
     words = f" {name_key(text)} "
     keys = (name_key(name) for name in names)
     return any(key and f" {key} " in words for key in keys) or mentions(text, names)
+
+
+def is_text(value: str) -> bool:
+    """Whether a string can be written down: JSON may hold halves of characters, which cannot."""
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True

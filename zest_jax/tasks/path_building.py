@@ -18,7 +18,7 @@ from zest_jax.tasks.evidence_paths import (
     content_words,
     sentences,
 )
-from zest_jax.tasks.names import name_key, named
+from zest_jax.tasks.names import is_text, name_key, named
 from zest_jax.tasks.types import Passage
 
 _RELATION_WORDS = 4
@@ -46,13 +46,15 @@ def choose(
 
     Args:
       candidates: the better ones first.
-      left_out: documents that no path may start in, since the evaluation does.
+      left_out: documents and entities that no path may start from, since the evaluation does.
     """
     tried: Counter[str] = Counter()
     for case in candidates:
         reason = check_path(case).reason
-        if not reason and case.path.edges[0].document in left_out:
-            reason = "start is of the evaluation"
+        if not reason:
+            first = case.path.edges[0]
+            if first.document in left_out or case.aliases.id_of(first.head) in left_out:
+                reason = "start is of the evaluation"
         tried[reason] += 1
         if not reason:
             return Built(case.path, "", tried)
@@ -131,7 +133,7 @@ def written_path(output: str) -> EvidencePath | None:
     """
     try:
         given = json.loads(output)
-    except (json.JSONDecodeError, RecursionError):
+    except (ValueError, RecursionError):
         return None
     edges = given.get("edges") if isinstance(given, dict) else None
     if not isinstance(edges, list):
@@ -140,7 +142,7 @@ def written_path(output: str) -> EvidencePath | None:
     read = []
     for edge in edges:
         values = [edge.get(name) for name in fields] if isinstance(edge, dict) else [None]
-        if not all(isinstance(value, str) for value in values):
+        if not all(isinstance(value, str) and is_text(value) for value in values):
             return None
         read.append(Edge(*values))
     return EvidencePath(tuple(read))

@@ -8,16 +8,18 @@ entity (`entity_filter`), and documents that are about something else have to na
 
 import dataclasses
 import json
+import re
 from collections.abc import Sequence
 
 from zest_jax.tasks.evidence_paths import Aliases
 from zest_jax.tasks.gates import PASS, Verdict, leaks_answer
-from zest_jax.tasks.names import is_number_or_date, name_key, named
+from zest_jax.tasks.names import is_number_or_date, is_text, name_key, named
 from zest_jax.tasks.types import Passage
 from zest_jax.text import last_tag
 
 # Words that stand for an answer without naming anything.
-_NO_NAMES = frozenset("yes no true false unknown none he she it they this that none n a".split())
+_NO_NAMES = frozenset("yes no true false unknown none he she it they this that".split()) | {"n a"}
+_TALK = re.compile(r"\b(answer|know|none of|yes it|no it)\b")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,10 +47,10 @@ def read_target(output: str) -> Target | None:
         return None if any(mark in body for mark in "<>{}") else Target(body)
     try:
         given = json.loads(body)
-    except (json.JSONDecodeError, RecursionError):
+    except (ValueError, RecursionError):
         return None
     answer, kind = given.get("answer"), given.get("type", "")
-    if not isinstance(answer, str) or not isinstance(kind, str):
+    if not isinstance(answer, str) or not isinstance(kind, str) or not is_text(answer + kind):
         return None
     return Target(answer.strip(), kind.strip())
 
@@ -68,13 +70,14 @@ def entity_filter(
     if target is None:
         return Verdict(False, "target unreadable")
     key = name_key(target.answer)
-    if not key or key in _NO_NAMES or not any(char.isalpha() for char in key):
+    if not any(char.isalpha() for char in key) or key in _NO_NAMES or _TALK.search(key):
         return Verdict(False, "target names nothing")
     if is_number_or_date(target.answer):
         return Verdict(False, "target is a number or date")
     if len(key.split()) > most_words:
         return Verdict(False, "target too long")
-    if target.answer[0].islower():
+    # "iPhone" and "van Gogh" are names; a word in small letters is one where it is known as one.
+    if target.answer.islower() and not aliases.known(target.answer):
         return Verdict(False, "target is no name")
     if leaks_answer(reference, aliases.names_of(target.answer)):
         return Verdict(False, "target in its reference")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from zest_jax.tasks.atlas import Atlas
+from zest_jax.tasks.names import name_key
 from zest_jax.tasks.types import Passage, Task
 
 
@@ -45,7 +46,11 @@ class World:
         return frozenset(task.source_id for task in tasks if task.source_id)
 
     @cached_property
-    def evaluated_questions(self) -> frozenset[str]:
-        """The questions themselves, lower case and without outer white space."""
+    def _evaluated_questions(self) -> frozenset[str]:
         tasks = (*self.heldout_tasks, *self.validation_tasks)
-        return frozenset(task.question.strip().lower() for task in tasks)
+        return frozenset(name_key(task.question) for task in tasks)
+
+    def evaluates(self, question: str) -> bool:
+        """Whether a solver is measured by a question: without regard to case, accents and
+        punctuation."""
+        return name_key(question) in self._evaluated_questions

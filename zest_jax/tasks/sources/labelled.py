@@ -27,8 +27,7 @@ def without_evaluated(tasks: list[Task], world: World) -> list[Task]:
     return [
         task
         for task in tasks
-        if task.source_id not in world.evaluated_sources
-        and task.question.strip().lower() not in world.evaluated_questions
+        if task.source_id not in world.evaluated_sources and not world.evaluates(task.question)
     ]
 
 

@@ -109,7 +109,7 @@ def build(config: Any, world: World) -> References:
     questions = [
         (name, question)
         for name, question in read_references(path)
-        if question.lower() not in world.evaluated_questions
+        if not world.evaluates(question)
     ]
     if not questions:
         raise UserError(f"{path}: every question of it is one of the evaluation.")
