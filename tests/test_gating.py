@@ -47,7 +47,7 @@ def searched(text=TWO_HOPS, seed=DOCUMENT, queries=("Seine",), passages=(SEINE,)
             searched(BACKWARD.replace("end", "reach Havre"), ANSWER, claims=False),
             "answer in question",
         ),
-        ("leakage", searched(output("長江は東京を流れますか？", "東京")), ""),  # no word of its own
+        ("leakage", searched(output("長江は東京を流れますか？", "東京")), "answer in question"),
         ("leakage", searched(output("長江は 東京 を流れますか？", "東京")), "answer in question"),
         ("think", searched(), ""),
         ("think", searched(output("Where?", "Le Havre", think="")), "no reasoning"),
@@ -78,7 +78,7 @@ def searched(text=TWO_HOPS, seed=DOCUMENT, queries=("Seine",), passages=(SEINE,)
         ("format_positive", searched(), ""),
         ("format_positive", searched(""), "no question"),
         ("format_full", searched(), ""),
-        ("format_full", searched(""), "format below 1"),
+        ("format_full", searched(""), "no question"),
     ],
 )
 def test_a_gate(gate, one, reason):
