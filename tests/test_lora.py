@@ -247,7 +247,7 @@ def test_the_proposers_step_shares_its_base_with_the_anchor(shallow):
             return {"reward": loglik_BC[:, 0]}
 
         return updates.proposer_update(
-            config, config, spec, HRPO, reward, state, anchor, batch, frozen
+            config, config, spec, HRPO, reward, state, anchor, batch, frozen, None, frozen
         )
 
     adapters, frozen = split_lora(params)

@@ -20,6 +20,7 @@ import logging
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -131,9 +132,10 @@ def program(
             if code == EXIT_BUG:
                 traceback.print_exc()
             else:
-                # Threads of a library that failed of the same cause are told of when they are
-                # collected, which adds nothing.
+                # Threads and coroutines of a library that failed of the same cause are told of when
+                # they are collected, which adds nothing.
                 logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+                warnings.simplefilter("ignore", RuntimeWarning)
                 print(f"zest_jax: {sentence}", file=sys.stderr, flush=True)
             if code == EXIT_INTERRUPTED and as_program:
                 # A compiled step may still be running in a thread of its own, and dies with a
