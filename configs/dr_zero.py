@@ -4,7 +4,7 @@ python -m zest_jax.train --config=configs/dr_zero.py:qwen2.5-3b --workdir=runs/d
     --config.retrieval.index=wiki-18 --config.evaluation.tasks=benchmarks.jsonl
 
 The paper's averages are 0.326 (3B) and 0.372 (7B) by recollection; independent runs were weaker. We
-have not run that scale. `:atlas` takes about five minutes on two CPU cores.
+have not run that scale. `:atlas` takes about two minutes on two fast CPU cores.
 """
 
 from configs import common

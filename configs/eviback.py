@@ -6,7 +6,7 @@ python -m zest_jax.train --config=configs/eviback.py:qwen3-1.7b --workdir=runs/e
     --config.teacher.where=http://localhost:8000/v1 --config.teacher.model=glm-4.7-flash
 
 The paper reports F1 0.291 against 0.251 of Search-R1 at 1.7B; we have not run that scale. `:atlas`
-takes about four minutes on two CPU cores.
+takes about two minutes on two fast CPU cores.
 """
 
 from configs import common

@@ -5,7 +5,7 @@ python -m zest_jax.train --config=configs/search_r1.py:qwen2.5-3b --workdir=runs
     --config.evaluation.tasks=benchmarks.jsonl
 
 The paper reports an average EM of 0.336 on its seven benchmarks for 3B-Instruct with GRPO; we have
-not run that scale. `:atlas` takes about three minutes on two CPU cores.
+not run that scale. `:atlas` takes about two minutes on two fast CPU cores.
 """
 
 from configs import common

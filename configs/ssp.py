@@ -5,7 +5,7 @@ python -m zest_jax.train --config=configs/ssp.py:qwen2.5-7b --workdir=runs/ssp \
     --config.evaluation.tasks=benchmarks.jsonl
 
 The paper's figures are by an LLM judge on 500 questions a benchmark and not comparable with EM; we
-have not run that scale. `:atlas` takes about five minutes on two CPU cores.
+have not run that scale. `:atlas` takes about two minutes on two fast CPU cores.
 """
 
 from configs import common

@@ -5,7 +5,7 @@ python -m zest_jax.train --config=configs/zest_search.py:qwen2.5-7b --workdir=ru
     --config.evaluation.tasks=benchmarks.jsonl
 
 The paper reports an average EM of 0.382 with a 7B-Instruct proposer and a 7B solver, from 0.218; we
-have not run that scale. `:atlas` takes about four minutes on two CPU cores.
+have not run that scale. `:atlas` takes about two minutes on two fast CPU cores.
 """
 
 from configs import common
