@@ -321,8 +321,7 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
         record |= records.rollout_metrics("proposer", proposing.sampler.counters)
         record |= proposing.stage_metrics()
         if oracle is not None:
-            shares = {} if probed is None else probed.shares
-            record |= records.truth_metrics(proposed, oracle, shares)
+            record |= records.truth_metrics(proposed, oracle, probed.shares if probed else {})
         if host["phase_step"] % c.log.rollouts_every == 0:
             lines = records.proposal_traces(proposed[:6], per_row, signals.valid_BC)
             write_rollouts("proposals.jsonl", phase.iteration, lines)
@@ -484,8 +483,8 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
 
     def online_phase(phase: assembly.Phase, bar: Any) -> None:
         assert proposing is not None
+        count = c.proposer.seeds_per_step
         while host["phase_step"] < phase.steps:
-            count = c.proposer.seeds_per_step
             episodes, proposed, asked, tasks = propose_tasks(count, "propose", phase.iteration)
             again = functools.partial(propose_again, phase.iteration, proposed)
             staged = proposing.stage_metrics()
