@@ -1,5 +1,7 @@
 """Gates by name: each refuses what it must and lets pass what it must."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from written import CONFIG, judge_one, output, written
@@ -145,3 +147,10 @@ def test_dr_zeros_format_by_word_and_by_substring():
     leak = written(seed, output("Which Berlin is it?", "erl"))
     assert judge_one(leak, "dr_zero", (), Means(loose)).format == 0
     assert judge_one(leak, "dr_zero", (), Means(CONFIG.gates)).format == 0.5
+
+
+def test_several_queries_of_one_call_are_one_call_of_dr_zeros_score():
+    """One valid call of two queries and one response: as good as a call of one query."""
+    one = dataclasses.replace(searched(queries=("Seine", "Havre")), calls=1)
+    assert judge_one(one, "dr_zero", ()).format_parts["tool"] == 1.0
+    assert judge_one(dataclasses.replace(one, calls=2), "dr_zero", ()).format_parts["tool"] < 1.0
