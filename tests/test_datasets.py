@@ -14,7 +14,7 @@ import pytest
 from zest_jax import datasets
 from zest_jax.datasets import benchmarks, files, prepared
 from zest_jax.datasets.files import TaskFile, hops_told, to_path
-from zest_jax.datasets.prepared import Source, prepare
+from zest_jax.datasets.prepared import Source, look_up_current, prepare
 from zest_jax.errors import UserError
 from zest_jax.tasks.types import Task
 
@@ -109,6 +109,13 @@ def test_a_file(tmp_path, name):
     assert third.hops == 1 and third.meta == {"benchmark": "mine", "extra": {"a": [1]}}
 
 
+def test_escapes(tmp_path):
+    path = tmp_path / "test.jsonl"
+    path.write_text(json.dumps(row(0, "Which \U0001f40b is in the Donau bei Köln?")) + "\n")
+    assert "\\ud83d" in path.read_text()
+    assert next(iter(TaskFile(path, "nq"))).question.startswith("Which \U0001f40b is")
+
+
 def test_hops_are_those_that_are_told(tmp_path):
     assert hops_told(HOTPOT) == 2 and hops_told(MUSIQUE) == 3
     two_wiki = {"type": "bridge_comparison", "supporting_facts": {"title": list("ABCD")}}
@@ -131,6 +138,7 @@ def test_hops_are_those_that_are_told(tmp_path):
         (b'{"id": "a", "question": "caf\xc3', ("cut short", "last line, 1")),
         (b'{"id": "a"\n', ("line 1", "JSON object")),
         (b'{"id": "caf\xe9"}\n', ("line 1", "UTF-8")),
+        (b'{"id": "a", "question": "\\ud83D?"}\n', ("line 1", "UTF-8")),
         (b'["a"]\n', ("line 1", "JSON object", "in braces")),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\n", ("git lfs pull",)),
         (b'{"id": "a", "golden_answers": ["y"]}\n', ("line 1", "'question'", "missing")),
@@ -192,9 +200,9 @@ def test_a_bucket(bucket, tmp_path, monkeypatch):
     assert str(zipped) == "gs://b/popqa/test.jsonl.gz"
     assert [t.id for t in TaskFile(zipped, "popqa")] == ["test_1"]
     monkeypatch.setitem(benchmarks.BENCHMARKS, "nq", published("nq", test=1))
-    made, now = prepare(Source("nq", "test", path), tmp_path, False)
-    assert now and made.rows == 1 and made.source["path"] == "gs://b/nq/test.jsonl"
-    assert not prepare(Source("nq", "test", path), tmp_path, False)[1]
+    made = prepare(Source("nq", "test", path), tmp_path, False)
+    assert made.rows == 1 and made.source["path"] == "gs://b/nq/test.jsonl"
+    assert look_up_current(Source("nq", "test", path), tmp_path, False) == made
 
 
 def test_a_bucket_that_cannot_be_read(monkeypatch):
@@ -293,9 +301,10 @@ def test_a_mistake_leaves_what_was_there(tmp_path, monkeypatch):
     monkeypatch.setitem(benchmarks.BENCHMARKS, "nq", published("nq", test=2))
     path = write(tmp_path / "test.jsonl", row(0), row(1))
     source, data = Source("nq", "test", path), tmp_path / "data"
-    made, now = prepare(source, data, False)
-    assert now and (made.rows, made.blank_answers) == (2, 0)
-    assert prepare(source, data, False) == (made, False)
+    assert look_up_current(source, data, False) is None
+    made = prepare(source, data, False)
+    assert (made.rows, made.blank_answers) == (2, 0)
+    assert look_up_current(source, data, False) == made
     for rows, words in (
         ([row(0)], ("has 1 questions, 1 fewer than the published 2 of nq/test", "cut short")),
         ([row(0), row(1), row(2)], ("has 3 questions, 1 more than the published 2",)),
@@ -303,13 +312,15 @@ def test_a_mistake_leaves_what_was_there(tmp_path, monkeypatch):
         ([row(0), row(1, answers=[])], ("line 2", "'golden_answers' is empty")),
     ):
         write(path, *rows)
+        assert look_up_current(source, data, False) is None
         refused(lambda: prepare(source, data, False), *words)
         assert sorted(p.name for p in data.iterdir()) == ["nq"]
         assert [t.id for t in datasets.read("nq", data)] == ["test_0", "test_1"]
     write(path, row(5))
-    made, now = prepare(source, data, True)
-    assert now and [t.id for t in datasets.read("nq", data)] == ["test_5"]
-    refused(lambda: prepare(source, data, False), "1 fewer")  # also where nothing is to be done
+    prepare(source, data, True)
+    assert [t.id for t in datasets.read("nq", data)] == ["test_5"]
+    # Also where nothing is to be done.
+    refused(lambda: look_up_current(source, data, False), "1 fewer")
 
 
 def test_tensorflow_is_not_needed(ready):

@@ -27,10 +27,19 @@ from absl import flags
 from zest_jax import cli
 from zest_jax.datasets import benchmarks
 from zest_jax.datasets.files import bucket_errors, find_file, to_path
-from zest_jax.datasets.prepared import Prepared, Source, check_name, prepare
+from zest_jax.datasets.prepared import (
+    Prepared,
+    Source,
+    check_name,
+    file_card,
+    look_up_current,
+    prepare,
+)
 from zest_jax.errors import UserError
 from zest_jax.progress import Progress
 from zest_jax.retrieval.storage import held
+
+_MEGABYTE = 1_000_000
 
 
 def main(config: Any, workdir: str | None, values: flags.FlagValues) -> None:
@@ -50,13 +59,34 @@ def main(config: Any, workdir: str | None, values: flags.FlagValues) -> None:
     with held(data_dir), Progress() as progress:
         for source in sources:
             what = f"{source.name}/{source.split}"
-            prepared, now = prepare(source, data_dir, values.allow_row_mismatch)
-            state = "prepared" if now else "prepared before, its file is unchanged"
-            progress.say(f"{what}: {prepared.rows:,} questions, {state}")
+            prepared = look_up_current(source, data_dir, values.allow_row_mismatch)
+            if prepared is not None:
+                progress.say(f"{what}: prepared before, and its file is unchanged")
+            else:
+                prepared = prepare_shown(source, data_dir, values.allow_row_mismatch, progress)
             if prepared.blank_answers:
                 progress.say(f"{what}: {prepared.blank_answers:,} blank answers were left out")
             made.append((source, prepared))
     print("\n".join(table(made)))
+
+
+def prepare_shown(
+    source: Source, data_dir: Path, allow_row_mismatch: bool, progress: Progress
+) -> Prepared:
+    """`prepare`, with its progress."""
+    total = -(-file_card(source.path)["bytes"] // _MEGABYTE)
+    with progress.phase(f"preparing {source.name}/{source.split} (MB)", total) as bar:
+        told = 0
+
+        def tell(read: int) -> None:
+            nonlocal told
+            if (now := read // _MEGABYTE) > told:
+                bar.advance(now - told)
+                told = now
+
+        prepared = prepare(source, data_dir, allow_row_mismatch, tell)
+        bar.advance(total - told)
+    return prepared
 
 
 def plan_file(values: flags.FlagValues) -> list[Source]:

@@ -82,12 +82,13 @@ class TaskFile:
 
     Attributes:
       rows: questions read so far.
-      blank_answers: answers without a letter that were left out beside others, so far.
+      blank_answers: blank answers that were left out beside others, so far.
+      bytes_read: of the file on disk, so far; it is read some kilobytes at a time.
     """
 
     def __init__(self, path: Any, name: str):
         self.path, self.name = path, name
-        self.rows = self.blank_answers = 0
+        self.rows = self.blank_answers = self.bytes_read = 0
 
     def __iter__(self) -> Iterator[Task]:
         """Streams the questions.
@@ -96,7 +97,7 @@ class TaskFile:
           UserError: there is no such file, it is empty, cut short or no JSON lines; a line lacks a
             field, has no answer, or repeats an id.
         """
-        self.rows = self.blank_answers = 0
+        self.rows = self.blank_answers = self.bytes_read = 0
         lines: dict[str, int] = {}
         for number, record in self._records():
             task = self._task(record, f"{self.path}, line {number}")
@@ -143,7 +144,7 @@ class TaskFile:
     def _records(self) -> Iterator[tuple[int, dict[str, Any]]]:
         number = 0
         try:
-            with bucket_errors(self.path), _opened(self.path) as file:
+            with bucket_errors(self.path), _opened(self.path) as (file, raw):
                 for number, line in enumerate(file, start=1):
                     if number == 1:
                         line = line.removeprefix(b"\xef\xbb\xbf")
@@ -153,6 +154,7 @@ class TaskFile:
                                 "its folder, or download the file itself."
                             )
                     if line.strip():
+                        self.bytes_read = raw.tell()
                         yield number, self._parse(line, number)
         except _CUT_SHORT as error:
             raise UserError(
@@ -168,7 +170,9 @@ class TaskFile:
         where = f"{self.path}, line {number}"
         try:
             record = json.loads(line.decode("utf-8"))
-        except ValueError as error:  # of either
+            if b"\\ud" in line.lower():  # an escape may stand for half a character
+                json.dumps(record, ensure_ascii=False).encode("utf-8")
+        except ValueError as error:  # of any of these
             if not line.endswith(b"\n"):
                 raise UserError(
                     f"{self.path} is cut short: its last line, {number}, ends in the middle; fetch "
@@ -215,12 +219,13 @@ def find_file(folder: Any, split: str) -> Any | None:
 
 
 @contextlib.contextmanager
-def _opened(path: Any) -> Iterator[IO[bytes]]:
+def _opened(path: Any) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
+    """A file's text, and the file on disk that tells how far it is read."""
     with path.open("rb") as raw:
         zipped = raw.read(2) == b"\x1f\x8b"
         raw.seek(0)
         if zipped:
             with gzip.GzipFile(fileobj=raw) as text:
-                yield text  # type: ignore[misc]
+                yield text, raw  # type: ignore[misc]
         else:
-            yield raw
+            yield raw, raw

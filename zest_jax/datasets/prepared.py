@@ -11,7 +11,7 @@ import contextlib
 import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,33 +117,69 @@ def all_prepared(data_dir: Path) -> list[Prepared]:
     return [prepared for prepared in found if prepared is not None]
 
 
-def prepare(source: Source, data_dir: Path, allow_row_mismatch: bool) -> tuple[Prepared, bool]:
-    """Makes a split of its file, unless it was made of this very file before.
+def file_card(path: Any) -> dict[str, Any]:
+    """Path, bytes and time of the last change: what tells a file from one that replaces it.
 
-    Only one process may do so in a folder at a time. After a kill at any moment the split is there
-    whole, or is made anew by the next call.
+    Raises:
+      UserError: there is no such file.
+    """
+    try:
+        with bucket_errors(path):
+            stat = path.stat()
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; expected a JSON-lines file.") from None
+    if isinstance(path, Path):
+        name, size, changed = path.resolve(), stat.st_size, stat.st_mtime_ns
+    else:  # a bucket tells whole seconds, if any
+        name, size, changed = path, stat.length, int(stat.mtime or 0) * 1_000_000_000
+    return {"path": str(name), "bytes": size, "changed": changed}
 
-    Returns:
-      The split, and whether it was made now.
+
+def look_up_current(source: Source, data_dir: Path, allow_row_mismatch: bool) -> Prepared | None:
+    """A split that is there and was made of this very file, unchanged since; else None.
+
+    Raises:
+      UserError: there is no such file, or its number of rows is not the published one.
+    """
+    found = look_up(data_dir, source.name, source.split)
+    if found is None or found.source != file_card(source.path):
+        return None
+    _check_rows(source, found.rows, allow_row_mismatch)
+    return found
+
+
+def prepare(
+    source: Source,
+    data_dir: Path,
+    allow_row_mismatch: bool,
+    tell: Callable[[int], None] = lambda read: None,
+) -> Prepared:
+    """Makes a split of its file, in place of the one that is there.
+
+    Only one process may do so in a folder at a time. After a kill at any moment the old split or
+    the new one is there whole, or none.
+
+    Args:
+      source: the file, and what it becomes.
+      data_dir: folder of prepared sets.
+      allow_row_mismatch: whether the number of rows may be another than the published one.
+      tell: called with the bytes of the file that are read, now and then.
 
     Raises:
       UserError: a line of the file is wrong, or the number of rows is not the published one.
     """
-    card = _card_of(source.path)
-    found = look_up(data_dir, source.name, source.split)
-    if found is not None and found.source == card:
-        _check_rows(source, found.rows, allow_row_mismatch)
-        return found, False
-
     from zest_jax.datasets import builder as builder_lib
 
+    card = file_card(source.path)
     making = data_dir / _MAKING
     shutil.rmtree(making, ignore_errors=True)
     tasks = TaskFile(source.path, source.name)
     target = split_folder(data_dir, source.name, source.split)
 
     def checked() -> Iterator[Task]:
-        yield from tasks
+        for task in tasks:
+            yield task
+            tell(tasks.bytes_read)
         _check_rows(source, tasks.rows, allow_row_mismatch)
         builder.info.metadata.update(
             source=card, rows=tasks.rows, blank_answers=tasks.blank_answers
@@ -163,7 +199,7 @@ def prepare(source: Source, data_dir: Path, allow_row_mismatch: bool) -> tuple[P
     made = look_up(data_dir, source.name, source.split)
     if made is None:
         raise RuntimeError(f"{target} was written and cannot be read.")
-    return made, True
+    return made
 
 
 def read_prepared(prepared: Prepared, limit: int) -> Iterator[Task]:
@@ -185,20 +221,6 @@ def read_prepared(prepared: Prepared, limit: int) -> Iterator[Task]:
             f"{prepared.folder} is damaged ({error}); delete that folder and prepare "
             f"{prepared.name} again."
         ) from error
-
-
-def _card_of(path: Any) -> dict[str, Any]:
-    """What tells a file from the one that it may be replaced by."""
-    try:
-        with bucket_errors(path):
-            stat = path.stat()
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file; expected a JSON-lines file.") from None
-    if isinstance(path, Path):
-        name, size, changed = path.resolve(), stat.st_size, stat.st_mtime_ns
-    else:  # a bucket tells whole seconds, if any
-        name, size, changed = path, stat.length, int(stat.mtime or 0) * 1_000_000_000
-    return {"path": str(name), "bytes": size, "changed": changed}
 
 
 def _check_rows(source: Source, rows: int, allow_row_mismatch: bool) -> None:
