@@ -145,6 +145,8 @@ class EvidenceFallback:
             line |= {"em": float(em_N[n]), "well_formed": formed[n]}
             line |= {"reward": float(reward_N[n]), "scale": float(scale_N[n])}
         notes = self._notes(verdicts, len(open_), len(tasks), formed)
+        paid_GG = reward_N.reshape(len(tasks), -1)
+        notes["teacher/groups_with_signal"] = float(np.mean(np.ptp(paid_GG, axis=1) > 0))
         return Paid(reward_N, scale_N, notes, lines)
 
     def _lines(
