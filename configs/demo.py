@@ -48,7 +48,7 @@ def get_config(arg: str = ""):
 
     c.solver.prompt_length = 72
     c.solver.action_length = 48
-    c.solver.observation_length = 160
+    c.solver.observation_length = 256
     c.solver.searches = 4
     c.solver.slots = 256
     c.solver.tasks_per_step = 32
@@ -58,7 +58,7 @@ def get_config(arg: str = ""):
     c.solver.fresh_optimizer = True
     c.proposer.prompt_length = 640
     c.proposer.action_length = 128
-    c.proposer.observation_length = 160
+    c.proposer.observation_length = 256
     c.proposer.slots = 96
     c.proposer.seeds_per_step = 96
     c.proposer.learning_rate = 1e-5
