@@ -47,6 +47,7 @@ def test_the_figures_by_hand():
     assert got == {
         "em": (0.25, 0.5, 0.25),
         "f1": (0.375, 0.5, 0.125),
+        "cover_em": (0.25, 0.5, 0.25),
         "valid": (0.5, 0.75, 0.25),
         "well_formed": (0.5, 0.75, 0.25),
         "searches": (1.5, 2.0, 0.5),
@@ -54,13 +55,17 @@ def test_the_figures_by_hand():
         "duplicate_queries": (0.5, 0.5, 0.0),
         "repeating": (0.25, 0.5, 0.25),
         "forced_stops": (0.5, 0.0, -0.5),
+        "tokens": (None, None, None),
+        "written": (None, None, None),
     }
     # differences of the exact match: -1, 1, 0, 1; of four draws all may be the least or the most
     assert told["figures"]["em"]["ci95"] == [-0.5, 1.0]
     assert told["by_hop"]["2"] == {
-        "count": 2, "em": [0, 1], "f1": [0, 1], "valid": [0, 1], "well_formed": [0, 1],
+        "count": 2, "em": [0, 1], "f1": [0, 1], "cover_em": [0, 1],
+        "valid": [0, 1], "well_formed": [0, 1],
         "searches": [2.5, 2.5], "zero_search": [0, 0], "duplicate_queries": [1, 0.5],
         "repeating": [0.5, 0.5], "forced_stops": [1, 0],
+        "tokens": [None] * 2, "written": [None] * 2,
     }  # fmt: skip
     assert told["finish"]["before"] == {"answered": 2, "out_of_turns": 1, "too_long": 1}
     assert told["rescued"]["count"] == 2 and told["regressed"]["count"] == 1
@@ -113,7 +118,41 @@ def test_ids_may_repeat_over_data_sets():
                 for q, a in (("x?", first), ("y?", second))]  # fmt: skip
 
     pairs = paired(two("x1", "y1"), two("x2", "y2")[::-1])
-    assert [(a.answer, b.answer) for a, b in pairs] == [("x1", "x2"), ("y1", "y2")]
+    assert [(a.answer, b.answer) for (a,), (b,) in pairs] == [("x1", "x2"), ("y1", "y2")]
+
+
+def test_several_answers_to_a_question_are_one_unit():
+    """Means over the samples, right by their majority, and one draw of the bootstrap."""
+
+    def sampled(id, *ems):
+        return [
+            dataclasses.replace(answered(id, "gold" if em else f"x{n}", em=em), sample=n)
+            for n, em in enumerate(ems)
+        ]
+
+    before = [*sampled("a", 1, 0, 1), *sampled("b", 0, 0, 1), answered("c", "gold", em=1)]
+    after = [*sampled("b", 1, 1), *sampled("a", 1, 0), *sampled("c", 0, 0)]
+    told = behaviour.compare(before, after, draws=50)
+    assert told["count"] == 3
+    em = told["figures"]["em"]
+    assert em["before"] == pytest.approx((2 / 3 + 1 / 3 + 1) / 3) and em["after"] == 0.5
+    assert [q["id"] for q in told["rescued"]["questions"]] == ["b"]
+    # half of two samples is no majority
+    assert [(q["id"], q["before"], q["after"]) for q in told["regressed"]["questions"]] == [
+        ("a", "gold", "gold"),
+        ("c", "gold", "x0"),
+    ]
+
+
+def test_hops_and_benchmarks_where_they_are_told():
+    def of(answers, name):
+        return [dataclasses.replace(a, benchmark=name, hops=0 if a.id == "c" else a.hops)
+                for a in answers]  # fmt: skip
+
+    told = behaviour.compare(of(BEFORE, ""), of(AFTER, "nq"), draws=20)
+    assert {hops: each["count"] for hops, each in told["by_hop"].items()} == {"1": 1, "2": 2}
+    assert {name: each["em"] for name, each in told["by_benchmark"].items()} == {"nq": [0.25, 0.5]}
+    assert behaviour.compare(BEFORE, AFTER, draws=20)["by_benchmark"] == {}
 
 
 def write(path, answers, mode=None):

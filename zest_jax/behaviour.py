@@ -4,6 +4,9 @@ Each measure is one number a question, so that its difference has a paired boots
 "Rescued" is a question that was answered wrong and is now right (exact match), "regressed" the
 reverse. This is EviBack's behaviour report (arXiv 2607.23955, section 4); the paper's numbers are
 valid answers, searches, repeated queries, and 593 rescued against 140 regressed questions.
+
+A question may have several answers on a side (samples): a measure is then their mean, and right is
+what most of them are. Draws of the bootstrap are of questions.
 """
 
 import collections
@@ -18,6 +21,7 @@ from zest_jax.errors import UserError
 from zest_jax.evaluation import Answered
 from zest_jax.rollout.trajectories import Finish
 from zest_jax.statistics import paired_bootstrap_cis
+from zest_jax.text import cover_exact_match, majority
 from zest_jax.workdir import read_jsonl
 
 # Ends that a limit of the episode forced, not the solver.
@@ -44,6 +48,7 @@ class Figure:
 FIGURES = (
     Figure("em", "exact match", lambda a: a.em),
     Figure("f1", "F1", lambda a: a.f1),
+    Figure("cover_em", "cover-EM", lambda a: _covered(a)),
     Figure("valid", "valid answers", lambda a: a.valid),
     Figure("well_formed", "well-formed episodes", lambda a: a.well_formed),
     Figure("searches", "searches a question", lambda a: a.searches),
@@ -59,7 +64,21 @@ FIGURES = (
         "ended by a limit",
         lambda a: None if a.finish is None else a.finish in FORCED,
     ),
+    Figure("tokens", "tokens an episode", lambda a: a.tokens),
+    Figure("written", "of these, written by the policy", lambda a: a.written),
 )
+
+Answers = tuple[Answered, ...]
+"""The answers to one question, by the number of their sample."""
+
+Pair = tuple[Answers, Answers]
+
+
+def _covered(answer: Answered) -> float:
+    if answer.cover_em is not None:
+        return answer.cover_em
+    golds = answer.golden_answers
+    return float(cover_exact_match(answer.answer, golds, word_boundary=False))
 
 
 def compare(
@@ -73,7 +92,8 @@ def compare(
 
     Returns:
       "count"; "figures": {name: {"title", "before", "after", "difference", "ci95"}}, the numbers
-      None where one side does not tell; "by_hop": {hops: {"count", name: [before, after]}};
+      None where one side does not tell; "by_hop": {hops: {"count", name: [before, after]}}, and
+      "by_benchmark" likewise, {} where neither side names any;
       "finish": {"before", "after"} with the number of episodes by the reason of their end;
       "rescued" and "regressed": {"count", "questions": [{"id", "question", "golden_answers",
       "before", "after"}]}.
@@ -86,24 +106,27 @@ def compare(
         "count": len(pairs),
         "figures": _figures(pairs, draws),
         "by_hop": {
-            str(hops): _of_hop([p for p in pairs if p[0].hops == hops])
-            for hops in sorted({a.hops for a, _ in pairs})
+            str(hops): _both([p for p in pairs if _hops(p) == hops])
+            for hops in sorted(set(map(_hops, pairs)) - {0})
+        },
+        "by_benchmark": {
+            name: _both([p for p in pairs if _benchmark(p) == name])
+            for name in dict.fromkeys(map(_benchmark, pairs))
+            if name
         },
         "finish": {
-            name: _finishes([pair[side] for pair in pairs])
+            name: _finishes([answer for pair in pairs for answer in pair[side]])
             for side, name in enumerate(("before", "after"))
         },
     }
     for name, gain in (("rescued", 1), ("regressed", -1)):
-        changed = [_change(a, b) for a, b in pairs if (b.em >= 1) - (a.em >= 1) == gain]
+        changed = [_change(a, b) for a, b in pairs if _right(b) - _right(a) == gain]
         told[name] = {"count": len(changed), "questions": changed}
     return told
 
 
-def paired(
-    before: Sequence[Answered], after: Sequence[Answered]
-) -> list[tuple[Answered, Answered]]:
-    """Both answers to each question, in the order of `before`.
+def paired(before: Sequence[Answered], after: Sequence[Answered]) -> list[Pair]:
+    """The answers to each question on both sides, in the order of `before`.
 
     Raises:
       UserError: the questions, or their accepted answers, are not the same.
@@ -114,12 +137,13 @@ def paired(
     shared = of_before.keys() & of_after.keys()
     if of_before.keys() != of_after.keys():
         raise UserError(
-            f"the two sides answer different questions: {len(before):,} and {len(after):,}, of "
-            f"which {len(shared):,} are the same; evaluate both on the same file (--tasks)."
+            f"the two sides answer different questions: {len(of_before):,} and "
+            f"{len(of_after):,}, of which {len(shared):,} are the same; evaluate both "
+            "on the same file (--tasks)."
         )
     other = [
         key for key in of_before
-        if set(of_before[key].golden_answers) != set(of_after[key].golden_answers)
+        if set(of_before[key][0].golden_answers) != set(of_after[key][0].golden_answers)
     ]  # fmt: skip
     if other:
         named = ", ".join(repr(key[0]) for key in other[:_SHOWN])
@@ -127,7 +151,7 @@ def paired(
             f"{len(other):,} questions have other accepted answers on the two sides ({named}"
             f"{', …' if len(other) > _SHOWN else ''}); evaluate both on the same file (--tasks)."
         )
-    return [(answer, of_after[key]) for key, answer in of_before.items()]
+    return [(answers, of_after[key]) for key, answers in of_before.items()]
 
 
 def read_answers(path: str | Path, mode: str = "greedy") -> list[Answered]:
@@ -169,23 +193,37 @@ def _latest(folder: Path) -> Path:
     return max(numbered)[1]
 
 
-def _by_question(answers: Sequence[Answered]) -> dict[tuple[str, str, int], Answered]:
+def _by_question(answers: Sequence[Answered]) -> dict[tuple[str, str, int], Answers]:
     """Answers by id, question and occurrence: ids of several data sets may be the same."""
-    seen: collections.Counter[tuple[str, str]] = collections.Counter()
-    out = {}
+    seen: collections.Counter[tuple[str, str, int]] = collections.Counter()
+    out: dict[tuple[str, str, int], list[Answered]] = {}
     for answer in answers:
-        key = answer.id, answer.question
-        out[*key, seen[key]] = answer
-        seen[key] += 1
-    return out
+        same = answer.id, answer.question, answer.sample
+        out.setdefault((answer.id, answer.question, seen[same]), []).append(answer)
+        seen[same] += 1
+    return {key: tuple(sorted(group, key=lambda a: a.sample)) for key, group in out.items()}
 
 
-def _values(figure: Figure, answers: Sequence[Answered]) -> np.ndarray | None:
-    values = [figure.value(answer) for answer in answers]
-    return None if any(v is None for v in values) else np.array(values, np.float64)
+def _hops(pair: Pair) -> int:
+    return pair[0][0].hops or pair[1][0].hops
 
 
-def _figures(pairs: Sequence[tuple[Answered, Answered]], draws: int) -> dict[str, Any]:
+def _benchmark(pair: Pair) -> str:
+    return pair[0][0].benchmark or pair[1][0].benchmark
+
+
+def _right(answers: Answers) -> bool:
+    return 2 * sum(a.em >= 1 for a in answers) > len(answers)
+
+
+def _values(figure: Figure, questions: Sequence[Answers]) -> np.ndarray | None:
+    values = [[figure.value(answer) for answer in answers] for answers in questions]
+    if any(v is None for each in values for v in each):
+        return None
+    return np.array([np.mean(np.array(each, np.float64)) for each in values])
+
+
+def _figures(pairs: Sequence[Pair], draws: int) -> dict[str, Any]:
     told: dict[str, Any] = {}
     whole = {}  # figures that both sides tell
     for f in FIGURES:
@@ -207,7 +245,7 @@ def _figures(pairs: Sequence[tuple[Answered, Answered]], draws: int) -> dict[str
     return told
 
 
-def _of_hop(pairs: Sequence[tuple[Answered, Answered]]) -> dict[str, Any]:
+def _both(pairs: Sequence[Pair]) -> dict[str, Any]:
     told: dict[str, Any] = {"count": len(pairs)}
     for figure in FIGURES:
         sides = [_values(figure, [pair[side] for pair in pairs]) for side in (0, 1)]
@@ -219,11 +257,16 @@ def _finishes(answers: Sequence[Answered]) -> dict[str, int]:
     return dict(sorted(collections.Counter(a.finish or "not told" for a in answers).items()))
 
 
-def _change(before: Answered, after: Answered) -> dict[str, Any]:
+def _change(before: Answers, after: Answers) -> dict[str, Any]:
+    first = before[0]
     return {
-        "id": before.id,
-        "question": before.question,
-        "golden_answers": before.golden_answers,
-        "before": before.answer,
-        "after": after.answer,
+        "id": first.id,
+        "question": first.question,
+        "golden_answers": first.golden_answers,
+        "before": _majority(before),
+        "after": _majority(after),
     }
+
+
+def _majority(answers: Answers) -> str | None:
+    return majority([a.answer for a in answers]) if len(answers) > 1 else answers[0].answer

@@ -1,9 +1,11 @@
-"""Scores of a solver on a set of tasks: exact match, F1, searches, valid answers, by hop.
+"""Answers of a solver to a set of tasks, each scored; and their means as a run logs them.
 
-How two sets of answers to the same tasks are compared stands in `behaviour`.
+Figures by benchmark with intervals stand in `scores`, comparisons of two sets of answers in
+`behaviour`.
 """
 
 import dataclasses
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +18,7 @@ from zest_jax.rollout.trajectories import Finish, Trajectories
 from zest_jax.statistics import bootstrap_ci
 from zest_jax.tasks.episodes import turns_of
 from zest_jax.tasks.types import Task
-from zest_jax.text import exact_match, token_f1
+from zest_jax.text import cover_exact_match, exact_match, token_f1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +29,7 @@ class Answered:
       id: the task's.
       question: as asked.
       golden_answers: accepted answers.
-      hops: of the task.
+      hops: of the task; 0 where its file does not tell.
       answer: what the solver answered; None without a complete answer.
       em: exact match, 0 or 1.
       f1: token F1.
@@ -38,6 +40,12 @@ class Answered:
       duplicates: of these, the repeats of an earlier query of the episode.
       finish: why the episode ended: the name of a `Finish` in small letters.
       well_formed: valid, and every turn keeps to the protocol's grammar.
+      cover_em: an accepted answer stands inside the answer, 0 or 1 (`text.cover_exact_match`, by
+        characters, as published scorers do).
+      tokens: of the whole episode, prompt and passages among them.
+      written: of these, the policy's own.
+      benchmark: the set that the question is of; "" where none is told.
+      sample: number of this answer among several to the same question, from 0.
     """
 
     id: str
@@ -54,21 +62,46 @@ class Answered:
     duplicates: int | None = None
     finish: str | None = None
     well_formed: bool | None = None
+    cover_em: float | None = None
+    tokens: int | None = None
+    written: int | None = None
+    benchmark: str = ""
+    sample: int = 0
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
 
 def answer_tasks(
-    sampler: Sampler, params: Params, tasks: Sequence[Task], key: jax.Array, temperature: float
+    sampler: Sampler,
+    params: Params,
+    tasks: Sequence[Task],
+    key: jax.Array,
+    temperature: float,
+    samples: Sequence[int] | None = None,
 ) -> list[Answered]:
-    """Lets a solver answer every task once."""
+    """Lets a solver answer every task once.
+
+    Args:
+      sampler: of the solver's protocol.
+      params: the solver's, all of them.
+      tasks: the questions, in any order.
+      key: of all draws.
+      temperature: 0 is greedy.
+      samples: number of each answer among those to its question. Its draws then follow from the
+        question and that number, in whatever call it stands; without it, from its place.
+    """
     encode = sampler.tokenizer
     prompts = encode(
         [sampler.protocol.prompt.format(question=task.question) for task in tasks],
         add_special_tokens=False,
     )["input_ids"]
-    episodes = sampler(params, prompts, key, temperature)
+    if samples is None:
+        episodes = sampler(params, prompts, key, temperature)
+    else:
+        streams = [stream_of(task, n) for task, n in zip(tasks, samples, strict=True)]
+        episodes = sampler(params, prompts, key, temperature, streams)
+    written_N = np.asarray(episodes.mask_NL).sum(axis=1)
     answers, spoken = sampler.answers(episodes), words_of(episodes, sampler)
     formed = well_formed(sampler, spoken, answers)
     out = []
@@ -91,9 +124,23 @@ def answer_tasks(
                 duplicates=int(episodes.duplicates_N[n]),
                 finish=Finish(int(episodes.finish_N[n])).name.lower(),
                 well_formed=formed[n],
+                cover_em=float(cover_exact_match(answer, task.answers, word_boundary=False)),
+                tokens=int(episodes.length_N[n]),
+                written=int(written_N[n]),
+                benchmark=str(task.meta.get("benchmark", "")),
+                sample=0 if samples is None else samples[n],
             )
         )
     return out
+
+
+def stream_of(task: Task, sample: int) -> int:
+    """The number, below 2^32, that an answer's draws follow from: a checksum of set, id and sample.
+
+    The samples of one question never share a number: a CRC tells apart what differs in four bytes.
+    """
+    name = f"{task.meta.get('benchmark', '')}\0{task.id}\0".encode("utf-8", "replace")
+    return zlib.crc32(name + sample.to_bytes(4, "big"))
 
 
 def words_of(episodes: Trajectories, sampler: Sampler) -> list[tuple[str, ...]]:
@@ -123,7 +170,7 @@ def summarise(answered: Sequence[Answered], draws: int = 10_000) -> dict[str, An
     summary["em_ci95"] = list(bootstrap_ci(em, draws=draws))
     summary["by_hop"] = {
         str(hops): _means([a for a in answered if a.hops == hops])
-        for hops in sorted({a.hops for a in answered})
+        for hops in sorted({a.hops for a in answered if a.hops})
     }
     return summary
 

@@ -90,6 +90,29 @@ def cover_exact_match(
     return any(key and key in normalize_answer(prediction) for key in keys)
 
 
+def majority(answers: Sequence[str | None]) -> str | None:
+    r"""The answer that most samples give, two being the same if they are once normalised.
+
+    .. math::
+        \arg\max_a \sum_i 1[\mathrm{norm}(a_i) = \mathrm{norm}(a)]
+
+    A sample without an answer has no vote. Of a tie the answer that was given first wins, in the
+    words in which it was given first. None where nobody votes.
+
+    Source: Wang et al. 2022 (arXiv 2203.11171), self-consistency.
+    """
+    first: dict[str, str] = {}
+    votes: Counter[str] = Counter()
+    for answer in answers:
+        if answer is None or not answer.strip():
+            continue
+        key = normalize_answer(answer) or answer.strip().lower()
+        first.setdefault(key, answer)
+        votes[key] += 1
+    # Among equals `most_common` keeps the order of arrival.
+    return first[votes.most_common(1)[0][0]] if votes else None
+
+
 @functools.cache
 def _tag_pattern(name: str) -> re.Pattern[str]:
     name = re.escape(name)

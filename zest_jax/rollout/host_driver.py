@@ -13,6 +13,7 @@ Shape letters: S slots, U queries of a search, R retrieved, A action length, C o
 N prompts, P prompt length.
 """
 
+import copy
 import dataclasses
 import functools
 import time
@@ -436,8 +437,23 @@ class HostSampler(Sampler):
     def _may_search(self, retriever: Any) -> bool:
         return True  # the host asks
 
+    def on(self, device: jax.Device) -> "HostSampler":
+        """See `Sampler`; the retriever is the same, and is asked from several threads if they
+        are."""
+        out = super().on(device)
+        assert isinstance(out, HostSampler)
+        out.driver = copy.copy(self.driver)
+        out.driver.seconds = dict.fromkeys(SECONDS, 0.0)
+        out._rollout = out.driver.rollout
+        return out
+
     def __call__(
-        self, params: Params, prompts: Sequence[Sequence[int]], key: jax.Array, temperature: float
+        self,
+        params: Params,
+        prompts: Sequence[Sequence[int]],
+        key: jax.Array,
+        temperature: float,
+        streams: Sequence[int] | None = None,
     ) -> Trajectories:
         """See `Sampler`.
 
@@ -447,7 +463,7 @@ class HostSampler(Sampler):
         """
         self.driver.finished, self.driver.total = 0, len(prompts)
         self.driver.seconds = dict.fromkeys(SECONDS, 0.0)
-        out = super().__call__(params, prompts, key, temperature)
+        out = super().__call__(params, prompts, key, temperature, streams)
         self.counters |= {f"{part}_s": value for part, value in self.driver.seconds.items()}
         return out
 

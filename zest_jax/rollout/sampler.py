@@ -3,6 +3,7 @@
 Shape letters: N episodes, P prompt length.
 """
 
+import copy
 from collections.abc import Sequence
 
 import jax
@@ -63,9 +64,22 @@ class Sampler:
         return retriever is not None
 
     def __call__(
-        self, params: Params, prompts: Sequence[Sequence[int]], key: jax.Array, temperature: float
+        self,
+        params: Params,
+        prompts: Sequence[Sequence[int]],
+        key: jax.Array,
+        temperature: float,
+        streams: Sequence[int] | None = None,
     ) -> Trajectories:
         """One episode per prompt, in order, on the host.
+
+        Args:
+          params: the policy's, all of them.
+          prompts: token ids.
+          key: of all draws.
+          temperature: of the softmax; 0 is greedy.
+          streams: a number below 2^32 for each prompt: its draws are a function of the key and that
+            number, in whatever call it stands. Without them they follow from its place.
 
         Raises:
           UserError: a prompt is longer than the spec allows.
@@ -94,7 +108,12 @@ class Sampler:
                     )
                 prompt_NP[n, : len(ids)] = ids
                 length_N[n] = len(ids)
-            draws = Draws(jax.random.fold_in(key, at), jnp.float32(temperature))
+            if streams is None:
+                draws = Draws(jax.random.fold_in(key, at), jnp.float32(temperature))
+            else:
+                stream_N = np.zeros(self.capacity, np.uint32)
+                stream_N[:count] = streams[at : at + count]
+                draws = Draws(key, jnp.float32(temperature), jnp.asarray(stream_N))
             out, counters = self._rollout(
                 params,
                 self._table,
@@ -108,6 +127,13 @@ class Sampler:
             counted.append({name: float(value) for name, value in counters.items()})
         self.counters = _together(counted)
         return jax.tree.map(lambda *xs: np.concatenate(xs), *parts)
+
+    def on(self, device: jax.Device) -> "Sampler":
+        """The same sampler with its arrays on a device; it runs where its params are."""
+        out = copy.copy(self)
+        out._table, out._retriever = jax.device_put((self._table, self._retriever), device)
+        out.counters = {}
+        return out
 
     def answers(self, episodes: Trajectories) -> list[str | None]:
         """The answer of each episode, read from its last action alone; None without one. It is a

@@ -26,10 +26,13 @@ class Draws:
         fold_in(fold_in(key, n), position).
       temperature: of the softmax; 0 takes the most probable token (log-probabilities are then those
         at temperature 1).
+      stream_N: numbers that stand for the episodes' own in the key, uint32 [N], so that an episode
+        is drawn alike in whatever call and place it is; None for the episodes' own.
     """
 
     key: jax.Array
     temperature: jax.Array
+    stream_N: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +87,8 @@ def sample(
         key = jax.random.fold_in(jax.random.fold_in(draws.key, episode), position)
         return jax.random.uniform(key)
 
+    if draws.stream_N is not None:  # idle slots point past the end, where the last one is read
+        episode_S = draws.stream_N[jnp.minimum(episode_S, len(draws.stream_N) - 1)]
     u_S = jax.vmap(uniform)(episode_S, position_S)
     if truncation.keeps_all:
         token_S, logp_S = _draw_any(scaled_SV, u_S, greedy)
