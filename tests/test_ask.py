@@ -92,8 +92,10 @@ def test_a_run_is_evaluated_with_the_index_of_a_server(places, finished_run, tmp
     run = [f"--workdir={finished_run}", f"--tasks={tasks}", f"--out={out}"]
     save_bm25_index(tmp_path / "index", [Passage("1", "Bahamas", "Its capital is Zed.")])
     with serving(open_index(tmp_path / "index")) as server:
-        assert evaluate.entry(["evaluate", *run, f"--index={server.url}"]) == cli.EXIT_OK
-    assert json.loads(capsys.readouterr().out)["index"] == server.url
+        assert (
+            evaluate.entry(["evaluate", *run, f"--index={server.url}", "--json=-"]) == cli.EXIT_OK
+        )
+    assert json.loads(capsys.readouterr().out)["settings"]["index"] == server.url
     first, second = (json.loads(line) for line in out.read_text().splitlines())
     assert first["searches"] >= 1 and "Bahamas: Its capital is Zed." in first["text"]
     assert "<information></information>" in second["text"]

@@ -6,7 +6,8 @@
 BEFORE and AFTER are each a run's folder (its latest evaluation), a file of its evaluation/, or a
 file of `zest_jax.evaluate --out`. Valid answers, searches, repeated queries, forced stops, exact
 match and F1 of both, each difference with a paired 95 % bootstrap interval over the questions, and
-the questions that became right (rescued) or wrong (regressed). --out gets it all as JSON.
+the questions that became right (rescued) or wrong (regressed). --out gets it all as JSON, --html a
+page. Where files hold several answers to a question, a measure is their mean.
 """
 
 import json
@@ -33,8 +34,9 @@ def main(config: Any, workdir: str | None, values: flags.FlagValues) -> None:
         raise UserError(f"--mode is {' or '.join(_MODES)}, not {values.mode!r}.")
     if values.draws < 1 or values.shown < 0:
         raise UserError("--draws is 1 or more and --shown 0 or more.")
-    if values.out and Path(values.out).is_dir():
-        raise UserError(f"{values.out} is a folder; name a file to write to.")
+    for name in (values.out, values.html):
+        if name and Path(name).is_dir():
+            raise UserError(f"{name} is a folder; name a file to write to.")
     before, after = (
         behaviour.read_answers(path, values.mode) for path in (values.before, values.after)
     )
@@ -43,6 +45,11 @@ def main(config: Any, workdir: str | None, values: flags.FlagValues) -> None:
     if values.out:
         text = json.dumps(told, ensure_ascii=False, indent=2, allow_nan=False) + "\n"
         write_atomically(Path(values.out), text)
+    if values.html:
+        from zest_jax.evaluation_page import render  # which imports this file's table
+
+        page = render({"comparison": {"before": f"{values.before} → {values.after}"} | told})
+        write_atomically(Path(values.html), page)
     print(table(told))
     for name in ("rescued", "regressed"):
         print(f"\n{name}: {told[name]['count']:,}")
@@ -52,10 +59,21 @@ def main(config: Any, workdir: str | None, values: flags.FlagValues) -> None:
 
 def table(told: Mapping[str, Any]) -> str:
     """The figures of `behaviour.compare` in columns."""
-    rows = [(f"{told['count']:,} questions", "before", "after", "difference", "95 % interval")]
+    lines = rows(told)
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in lines
+    )
+
+
+def rows(told: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """The figures of `behaviour.compare` as a table, its head first."""
+    out: list[tuple[str, ...]] = [
+        (f"{told['count']:,} questions", "before", "after", "difference", "95 % interval")
+    ]
     for figure in told["figures"].values():
         interval = figure["ci95"]
-        rows.append(
+        out.append(
             (
                 figure["title"],
                 _number(figure["before"]),
@@ -64,10 +82,7 @@ def table(told: Mapping[str, Any]) -> str:
                 f"{interval[0]:+.3f} to {interval[1]:+.3f}" if interval else "–",
             )
         )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows
-    )
+    return out
 
 
 def questions(changed: Sequence[Mapping[str, Any]], most: int) -> list[str]:
@@ -91,6 +106,7 @@ def define(values: flags.FlagValues) -> None:
     flags.DEFINE_integer("draws", 10_000, "of the bootstrap", flag_values=values)
     flags.DEFINE_integer("shown", 10, "changed questions told of each kind", flag_values=values)
     flags.DEFINE_string("out", "", "a JSON file that gets everything", values)
+    flags.DEFINE_string("html", "", "a page of the same", values)
 
 
 entry = cli.program(
