@@ -5,8 +5,8 @@ Each measure is one number a question, so that its difference has a paired boots
 reverse. This is EviBack's behaviour report (arXiv 2607.23955, section 4); the paper's numbers are
 valid answers, searches, repeated queries, and 593 rescued against 140 regressed questions.
 
-A question may have several answers on a side (samples): a measure is then their mean, and right is
-what most of them are. Draws of the bootstrap are of questions.
+A question may have several answers on a side (samples): a measure is then their mean, and the
+question is right if the majority's answer is. Draws of the bootstrap are of questions.
 """
 
 import collections
@@ -21,7 +21,7 @@ from zest_jax.errors import UserError
 from zest_jax.evaluation import Answered
 from zest_jax.rollout.trajectories import Finish
 from zest_jax.statistics import paired_bootstrap_cis
-from zest_jax.text import cover_exact_match, majority
+from zest_jax.text import cover_exact_match, exact_match, majority
 from zest_jax.workdir import read_jsonl
 
 # Ends that a limit of the episode forced, not the solver.
@@ -213,7 +213,9 @@ def _benchmark(pair: Pair) -> str:
 
 
 def _right(answers: Answers) -> bool:
-    return 2 * sum(a.em >= 1 for a in answers) > len(answers)
+    if len(answers) == 1:
+        return answers[0].em >= 1
+    return exact_match(_majority(answers), answers[0].golden_answers)
 
 
 def _values(figure: Figure, questions: Sequence[Answers]) -> np.ndarray | None:
