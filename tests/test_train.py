@@ -18,6 +18,7 @@ from zest_jax.models.hf import load_pretrained, save_pretrained
 from zest_jax.players import policy_folder
 from zest_jax.report import REQUIRED
 from zest_jax.tasks.types import read_tasks
+from zest_jax.traces import text_of
 from zest_jax.workdir import read_jsonl
 
 pytestmark = pytest.mark.slow
@@ -94,7 +95,7 @@ def test_everything_is_left_in_the_workdir(finished_run):
     episodes = list(read_jsonl(finished_run / "rollouts" / "episodes.jsonl"))
     assert {p["step"] for p in proposals} == {3, 4, 8, 9}
     assert {e["step"] for e in episodes} == {5, 6, 7, 10, 11, 12}
-    assert all("<answer>" in p["text"] for p in proposals if p["answer"])
+    assert all("<answer>" in text_of(p) for p in proposals if p["answer"])
     events = b"".join(path.read_bytes() for path in (finished_run / "tensorboard").iterdir())
     assert b"solver/reward" in events and b"eval/em" in events
     # No bar's control characters where there is no terminal.
@@ -136,7 +137,7 @@ def _advantages(workdir, step: int, order: Callable[[int], np.ndarray]) -> tuple
     assert len(lines) == 6  # all proposals of the step
     reward_B = jnp.array([line["reward"] for line in lines], jnp.float32)
     hops_B = jnp.array([line["hops"] for line in lines], jnp.int32)
-    logged = [line["reward_parts"]["advantage"] for line in lines]
+    logged = [line["advantage"] for line in lines]
     return logged, np.asarray(HRPO(reward_B[order(len(lines))], hops_B))
 
 

@@ -5,13 +5,13 @@ Shape letters: B proposals, C contexts, G probe rollouts of a question.
 
 import dataclasses
 import time
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from zest_jax import assembly
+from zest_jax import assembly, traces
 from zest_jax.errors import UserError
 from zest_jax.learning.packing import PackSpec, pack
 from zest_jax.learning.updates import ProposalBatch
@@ -73,6 +73,7 @@ class Proposing:
         self.staging = Staging(config, parts) if isinstance(parts.source, References) else None
         self.funnel = Funnel()
         self.packs = packs
+        self._recorder = traces.Recorder(self.sampler, parts.world.passages)
         self.columns = len(context_names(assembly.evidence_parts(config)))
 
     # ------------------------------------------------------------------ lengths
@@ -280,6 +281,59 @@ class Proposing:
             ),
             reward_order_B=np.concatenate([order_B, np.arange(count, B)]),
         )
+
+    def lines(
+        self,
+        episodes: Trajectories,
+        proposed: Sequence[Proposal],
+        per_row: Mapping[str, np.ndarray],
+        valid_BC: np.ndarray,
+    ) -> list[dict[str, Any]]:
+        """Some of the proposals, every hop count among them, written down (`traces`).
+
+        Args:
+          episodes: the proposals as sampled.
+          proposed: judged.
+          per_row: of each proposal: reward, advantage, gain, terms, likelihoods.
+          valid_BC: which contexts a proposal has.
+        """
+        names, samples = context_names(self.columns - 4), self.config.proposer.samples
+        starts = range(0, len(proposed), samples)
+        out = []
+        for g in traces.chosen([proposed[b].seed.hops for b in starts], samples):
+            for b in range(g * samples, min((g + 1) * samples, len(proposed))):
+                p = proposed[b]
+                numbers = {"format": p.format}
+                numbers |= {k: float(x[b]) for k, x in per_row.items() if k.startswith("term_")}
+                if p.passed and valid_BC[b].any():
+                    numbers["gain"] = float(per_row["gain"][b])
+                out.append(
+                    self._recorder.record(
+                        episodes,
+                        b,
+                        p.written.answers,
+                        [passage.id for passage in p.seed.passages],
+                        role="proposer",
+                        id=f"{p.seed.id}/{b}",
+                        task=p.seed.id,
+                        group=g,
+                        chain=list(p.seed.words),
+                        question=p.written.question,
+                        answer=p.written.parsed.answer,
+                        golden_answers=list(p.seed.answers),
+                        hops=p.seed.hops,
+                        reason=p.reason,
+                        reward=traces.number(per_row["reward"][b]),
+                        reward_parts={name: traces.number(x) for name, x in numbers.items()},
+                        advantage=traces.number(per_row["advantage"][b]),
+                        log_likelihoods={
+                            name: traces.number(per_row["loglik_BC"][b, c])
+                            for c, name in enumerate(names)
+                            if valid_BC[b, c]
+                        },
+                    )
+                )
+        return out
 
 
 def group_keys(group: str, proposed: Sequence[Proposal], hops_B: np.ndarray) -> np.ndarray:

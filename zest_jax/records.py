@@ -1,4 +1,4 @@
-"""What a step leaves for people: metrics by name (WORKSPACE.md lists them) and readable traces.
+"""What a step leaves for people: metrics by name (WORKSPACE.md lists them).
 
 Shape letters: B proposals or rollouts, C contexts.
 """
@@ -12,7 +12,6 @@ import numpy as np
 from zest_jax.rewards.information_gain import context_names
 from zest_jax.rewards.outcome import Outcome, group_kind
 from zest_jax.rewards.terms import Signals
-from zest_jax.rollout.sampler import Sampler
 from zest_jax.rollout.trajectories import Finish, Trajectories
 from zest_jax.tasks.gates import leaks_answer
 from zest_jax.tasks.gating import GATES, Judged, Means
@@ -180,64 +179,6 @@ def update_metrics(role: str, values: Mapping[str, Any]) -> dict[str, float]:
     """The update's own metrics under their public names."""
     names = {"kl_to_sampler": "kl"}
     return {f"{role}/{names.get(name, name)}": float(value) for name, value in values.items()}
-
-
-def proposal_traces(
-    proposed: Sequence[Proposal], per_row: Mapping[str, np.ndarray], valid_BC: np.ndarray
-) -> list[dict[str, Any]]:
-    """Readable proposals: seed, question, likelihoods and parts of the reward."""
-    names = context_names(valid_BC.shape[1] - 4)
-    traces = []
-    for b, p in enumerate(proposed):
-        parts = {"format": p.format, "advantage": float(per_row["advantage"][b])}
-        parts |= {name: float(x[b]) for name, x in per_row.items() if name.startswith("term_")}
-        if p.passed and valid_BC[b].any():
-            parts["gain"] = float(per_row["gain"][b])
-        traces.append(
-            {
-                "kind": "proposal",
-                "label": p.reason or "passed the gates",
-                "chain": list(p.seed.words),
-                "question": p.written.question,
-                "answer": p.written.parsed.answer,
-                "hops": p.seed.hops,
-                "reward": float(per_row["reward"][b]),
-                "reward_parts": parts,
-                "log_likelihoods": {
-                    name: float(per_row["loglik_BC"][b, c])
-                    for c, name in enumerate(names)
-                    if valid_BC[b, c]
-                },
-                "text": p.written.output,
-            }
-        )
-    return traces
-
-
-def episode_traces(
-    tasks: Sequence[Task],
-    episodes: Trajectories,
-    answers: Sequence[str | None],
-    outcomes: Sequence[Outcome],
-    sampler: Sampler,
-) -> list[dict[str, Any]]:
-    """One readable episode of each hop count among the tasks."""
-    group = len(outcomes[0].y_G)
-    texts = sampler.texts(episodes)
-    first = {task.hops: g for g, task in reversed(list(enumerate(tasks)))}
-    return [
-        {
-            "kind": "solver",
-            "label": f"{int(outcomes[g].y_G.sum())} of {group} rollouts right",
-            "question": tasks[g].question,
-            "golden_answers": list(tasks[g].answers),
-            "answer": answers[g * group],
-            "em": int(outcomes[g].y_G[0]),
-            "hops": hops,
-            "text": texts[g * group],
-        }
-        for hops, g in sorted(first.items())
-    ]
 
 
 def _mean(values: Any) -> float:

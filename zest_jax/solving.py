@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from zest_jax import assembly
+from zest_jax import assembly, traces
 from zest_jax.evaluation import well_formed, words_of
 from zest_jax.fallback import EvidenceFallback
 from zest_jax.learning.packing import Item, Packed, PackSpec, pack
@@ -75,6 +75,7 @@ class Solving:
         self.config, self.parts, self.packs, self.fallback = config, parts, packs, fallback
         self.sampler = parts.solver_sampler
         self._reward = SOLVER_REWARDS.find(config.solver.reward)
+        self._recorder = traces.Recorder(self.sampler, parts.world.passages)
 
     def attempt(
         self,
@@ -170,6 +171,40 @@ class Solving:
         else:
             keys = np.zeros(len(tasks), np.int64)
         return np.repeat(keys.astype(np.int32), attempts.group)
+
+    def lines(self, attempts: Attempts, advantage_N: np.ndarray) -> list[dict[str, Any]]:
+        """Some of the rollouts, whole groups of every hop count, written down (`traces`)."""
+        tasks, group = attempts.tasks, attempts.group
+        out = []
+        for g in traces.chosen([task.hops for task in tasks], group):
+            task, own = tasks[g], attempts.outcomes[g]
+            for i, n in enumerate(range(g * group, (g + 1) * group)):
+                reward, y = float(attempts.reward_N[n]), float(own.y_G[i])
+                parts = {"exact match": y} | ({"shaping": reward - y} if reward != y else {})
+                told = attempts.lines[n] if attempts.lines else {}
+                out.append(
+                    self._recorder.record(
+                        attempts.episodes,
+                        n,
+                        task.answers,
+                        task.evidence,
+                        role="solver",
+                        id=f"{task.id}/{n}",
+                        task=task.id,
+                        group=g,
+                        question=task.question,
+                        golden_answers=list(task.answers),
+                        hops=task.hops,
+                        answer=attempts.answers[n],
+                        em=y,
+                        f1=traces.number(own.f1_G[i]),
+                        reward=traces.number(reward),
+                        reward_parts={name: traces.number(x) for name, x in parts.items()},
+                        why=str(told.get("status") or told.get("skip") or ""),
+                        advantage=traces.number(advantage_N[n]),
+                    )
+                )
+        return out
 
     def batches(self, attempts: Attempts, advantage_N: np.ndarray) -> Iterator[Packed]:
         """The rollouts that carry a gradient, packed; in as many batches as there are updates.

@@ -44,6 +44,7 @@ from zest_jax.tasks.refill import REFILLS, Pool, Shelf
 from zest_jax.tasks.seeds import Proposal
 from zest_jax.tasks.sources import TaskSource
 from zest_jax.tasks.types import Task, read_tasks, task_to_line
+from zest_jax.traces import for_report
 from zest_jax.tracing import TraceCounter
 from zest_jax.workdir import Workdir
 
@@ -323,7 +324,7 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
         if oracle is not None:
             record |= records.truth_metrics(proposed, oracle, probed.shares if probed else {})
         if host["phase_step"] % c.log.rollouts_every == 0:
-            lines = records.proposal_traces(proposed[:6], per_row, signals.valid_BC)
+            lines = proposing.lines(episodes, proposed, per_row, signals.valid_BC)
             write_rollouts("proposals.jsonl", phase.iteration, lines)
         return record, batch
 
@@ -358,10 +359,7 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
         if attempts.lines:
             write_rollouts("rewards.jsonl", iteration, list(attempts.lines))
         if host["phase_step"] % c.log.rollouts_every == 0:
-            lines = records.episode_traces(
-                attempts.tasks, attempts.episodes, attempts.answers, attempts.outcomes,
-                solver_sampler,
-            )  # fmt: skip
+            lines = solving.lines(attempts, advantage_N)
             write_rollouts("episodes.jsonl", iteration, lines)
         return record, batch
 
@@ -584,8 +582,7 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
                 "proposer_parameters": parts.proposer.size,
                 "seed": c.seed,
             }
-            shown = list(workdir_lib.read_jsonl(workdir.rollouts / "proposals.jsonl"))
-            shown += list(workdir_lib.read_jsonl(workdir.rollouts / "episodes.jsonl"))
+            shown = for_report(workdir.rollouts)
             metrics.sync()
             write_report(workdir, summary, read_metrics(workdir.metrics_jsonl), shown)
             say(
