@@ -148,7 +148,9 @@ def browser(tmp_path_factory):
 def open_page(browser, path: Path):
     browser.logged.clear()
     browser.send("Page.navigate", url=path.as_uri())
-    browser.wait("document.documentElement?.dataset.ready && !!document.querySelector('#detail h2')")
+    browser.wait(
+        "document.documentElement?.dataset.ready && !!document.querySelector('#detail h2')"
+    )
 
 
 CHOSEN = "document.querySelector('.row[aria-selected=true] b').textContent"
@@ -196,7 +198,9 @@ def test_in_a_browser(browser, tmp_path):
     assert browser.run("shown") == [0, 1]
     browser.run("$('mixed').checked = false; $('search').value = 'NEEDLE'; filter()")
     assert browser.run("shown") == []
-    browser.run("$('deep').checked = true; filter()")
+    browser.run("$('search').value = ''; filter()")
+    browser.wait("!!document.querySelector('#detail h2')")
+    browser.run("$('deep').checked = true; $('search').value = 'NEEDLE'; filter()")
     assert browser.wait("shown.length && shown") == [3]
     browser.run("$('search').value = ''; $('sort').value = 'advantage up'; filter()")
     assert browser.run("shown") == [1, 2, 0, 3, 4]

@@ -97,7 +97,9 @@ async function filter() {
   $("list").scrollTop = 0;
   if (shown.length && !shown.includes(chosen)) choose(0);
   else draw();
-  if (!shown.length) $("detail").replaceChildren(make("p", "soft", "No rollout is like that."));
+  if (shown.length) return;
+  chosen = -1;
+  $("detail").replaceChildren(make("p", "soft", "No rollout is like that."));
 }
 
 async function deepHolds(i, holds, passages) {
