@@ -54,3 +54,14 @@ def finished_run(place):
             done = place.run(place.arguments(workdir))
             assert done.returncode == 0, done.stderr
     return workdir
+
+
+# Files of a minute or more. They go first: a long one that came last would run alone. And the
+# TPU compilers, which need nothing of a run, take the other worker while the first makes one.
+LONG = ("methods", "tpu", "resume", "train", "lora", "bad_input", "teacher_faults", "updates")
+
+
+def pytest_collection_modifyitems(items):
+    """Puts the tests of long files before all others, in the order of LONG."""
+    place = {f"test_{name}.py": n for n, name in enumerate(LONG)}
+    items.sort(key=lambda item: place.get(item.path.name, len(LONG)))

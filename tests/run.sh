@@ -19,8 +19,9 @@ check lint .venv/bin/ruff check .
 check format .venv/bin/ruff format --check --quiet .
 check types .venv/bin/mypy zest_jax
 # Two at a time: compiling, which takes most of the time, uses one core. A file stays with one worker,
-# since its tests share what they compile.
-check tests .venv/bin/python -m pytest -q -n "${ZEST_TEST_WORKERS:-2}" --dist loadfile "$@"
+# since its tests share what they compile; files go in conftest's order, the long ones first.
+check tests .venv/bin/python -m pytest -q -n "${ZEST_TEST_WORKERS:-2}" --dist loadfile \
+  --no-loadscope-reorder "$@"
 
 if ((${#failed[@]})); then
   zest_say "failed: ${failed[*]}"
