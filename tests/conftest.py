@@ -58,7 +58,11 @@ def finished_run(place):
 
 # Files of a minute or more. They go first: a long one that came last would run alone. And the
 # TPU compilers, which need nothing of a run, take the other worker while the first makes one.
-LONG = ("methods", "tpu", "resume", "train", "lora", "bad_input", "teacher_faults", "updates")
+LONG = (
+    *("methods", "tpu", "resume", "train", "partitioned", "lora", "bad_input", "engine"),
+    *("teacher_faults", "updates", "attention_cache", "evaluate", "ask", "sharding", "export"),
+    "host_driver",
+)
 
 
 def pytest_collection_modifyitems(items):
