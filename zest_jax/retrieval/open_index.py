@@ -255,8 +255,9 @@ def _encoder(folder: Path, manifest: Manifest, given: str | Path, dtype: str) ->
                 f"components, and {given} does not fit it: {error}"
             ) from None
         raise UserError(
-            f"the encoder of {folder} cannot be loaded: {error} Say where it is now: "
-            "--encoder=FOLDER."
+            f"the encoder of {folder} cannot be loaded: {error}. A folder is found from where the "
+            f"program is started, by the name that the index was built with ({name}); start it "
+            "there, or say where the encoder is now: --encoder=FOLDER."
         ) from None
     check_encoder(folder, manifest, encoder_card(name, encoder))
     return encoder
