@@ -1,5 +1,6 @@
 """Settings of the whole suite. They must stand before the first import of JAX."""
 
+import importlib.metadata
 import os
 
 _JAXLIB = importlib.metadata.version("jaxlib")

@@ -254,8 +254,9 @@ def _encoder(folder: Path, manifest: Manifest, given: str | Path, dtype: str) ->
                 f"{folder} was built with the encoder {stored['name']} of {manifest.dimension} "
                 f"components, and {given} does not fit it: {error}"
             ) from None
+        why = str(error).rstrip(".")
         raise UserError(
-            f"the encoder of {folder} cannot be loaded: {error}. A folder is found from where the "
+            f"the encoder of {folder} cannot be loaded: {why}. A folder is found from where the "
             f"program is started, by the name that the index was built with ({name}); start it "
             "there, or say where the encoder is now: --encoder=FOLDER."
         ) from None
