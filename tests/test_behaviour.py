@@ -130,7 +130,7 @@ def test_several_answers_to_a_question_are_one_unit():
             for n, em in enumerate(ems)
         ]
 
-    before = [*sampled("a", 1, 0, 1), *sampled("b", 0, 0, 1), answered("c", "gold", em=1)]
+    before = [*sampled("a", 1, 0, 1), *sampled("b", 0, 0, 1), *sampled("c", 1, 1, 1)]
     after = [*sampled("b", 1, 1), *sampled("a", 1, 0), *sampled("c", 0, 0)]
     told = behaviour.compare(before, after, draws=50)
     assert told["count"] == 3
@@ -141,6 +141,13 @@ def test_several_answers_to_a_question_are_one_unit():
     assert [(q["id"], q["before"], q["after"]) for q in told["regressed"]["questions"]] == [
         ("c", "gold", "x0"),
     ]
+
+
+def test_a_side_with_unequal_counts_is_refused():
+    once = [answered("a", "gold", em=1), answered("b", "gold", em=1)]
+    twice = [*once, dataclasses.replace(once[0], sample=1)]
+    with pytest.raises(UserError, match="1 answers to some questions and 2 to others"):
+        paired(once, twice)
 
 
 def test_hops_and_benchmarks_where_they_are_told():

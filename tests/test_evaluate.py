@@ -17,6 +17,7 @@ from retrieval_server import save_bm25_index
 from zest_jax import answering, cli, compare, datasets, evaluate, evaluation, published
 from zest_jax import questions as questions_lib
 from zest_jax.answers_file import AnswersFile, key_of
+from zest_jax.behaviour import paired, read_answers
 from zest_jax.datasets import BENCHMARKS
 from zest_jax.errors import UserError
 from zest_jax.evaluation import Answered, stream_of
@@ -182,6 +183,43 @@ def test_two_runs_are_compared(places, whole, tmp_path, capsys):
     assert "Two evaluations" in text and "Rescued" in text and "books" in text
 
 
+def test_other_questions_are_refused_before_any_is_answered(places, whole, tmp_path, capsys):
+    out = tmp_path / "few.jsonl"
+    assert run(places, files(places), "--limit=1", f"--against={whole[0]}",
+               f"--out={out}") == cli.EXIT_USER  # fmt: skip
+    assert "the two sides answer different questions: 7 and 2" in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_an_unfinished_evaluation_is_not_compared(whole, tmp_path):
+    lines = whole[0].read_text("utf-8").splitlines(keepends=True)
+    part = tmp_path / "part.jsonl"
+    part.write_text("".join(lines[:-1]))
+    answers = read_answers(part)  # without its settings nothing tells how many are wanted
+    with pytest.raises(UserError, match="2 answers to some questions and 3 to others"):
+        paired(answers, answers)
+    settings = whole[0].with_name(f"{whole[0].name}.settings.json").read_text("utf-8")
+    part.with_name("part.jsonl.settings.json").write_text(settings)
+    with pytest.raises(UserError, match="has 20 of 21 answers; let its evaluation come to its"):
+        read_answers(part)
+
+
+def test_hops_that_a_file_states_are_told(tmp_path):
+    stated, silent = tmp_path / "stated.jsonl", tmp_path / "silent.jsonl"
+    stated.write_text(lines(("1", "q?", ["a"]), hops=1))
+    silent.write_text(lines(("1", "q?", ["a"])))
+    got = questions_lib.read_questions([str(stated), str(silent)], [], "")
+    assert [task.hops for task in got] == [1, 0]
+
+
+def test_a_protocol_that_does_not_fit_is_refused(capsys):
+    assert evaluate.entry(["evaluate", "--config=configs/smoke.py", "--protocol=search_r1",
+                           "--limit=1"]) == cli.EXIT_USER  # fmt: skip
+    said = capsys.readouterr().err
+    assert "the correction has 76 tokens, more than observation_length=62" in said
+    assert "does not fit the lengths of the run's episodes" in said
+
+
 MISTAKES = [
     ((), "one of them"),
     (("--config=configs/smoke.py", "--model=x"), "one of them"),
@@ -193,6 +231,9 @@ MISTAKES = [
     (("--workdir=x", "--samples=0"), "--samples=0 is out of range; it is 1 or more"),
     (("--workdir=x", "--temperature=-1"), "--temperature=-1.0 is out of range"),
     (("--workdir=x", "--out=tests"), "tests is a folder"),
+    (("--workdir=x", "--out=/proc/x.jsonl"), "/proc/x.jsonl cannot be written"),
+    (("--workdir=x", "--json=README.md/x.json"), "README.md/x.json cannot be written"),
+    (("--workdir=x", "--samples=100000000", "--temperature=1"), "it is 10000 at most"),
     (("--workdir=x", "--html=tests"), "tests is a folder"),
     (("--workdir=x", "--against=nowhere.jsonl"), "nowhere.jsonl: no such file of evaluated"),
     (("--workdir=x", "--tasks=nowhere.jsonl"), "nowhere.jsonl: no such file"),
@@ -241,11 +282,14 @@ def test_another_corpus_than_the_run_s_is_told(places, tmp_path):
     from zest_jax.examinee import other_corpus
 
     save_bm25_index(tmp_path / "other", PASSAGES[:1])
-    (note,) = other_corpus(str(tmp_path / "other"), str(places / "index"))
+    (note,) = other_corpus(str(tmp_path / "other"), str(places / "index"), "x")
     assert note.startswith(f"{tmp_path / 'other'} holds the corpus ")
     assert note.endswith(f"of {places / 'index'}.") and "the policy's run searched another" in note
-    assert other_corpus(str(places / "index"), str(places / "index")) == ()
-    assert other_corpus("http://127.0.0.1:1", str(places / "index")) == ()
+    (note,) = other_corpus(str(tmp_path / "other"), "", "atlas")
+    assert note.endswith("the policy's run searched the passages of atlas.")
+    assert other_corpus(str(places / "index"), str(places / "index"), "x") == ()
+    assert other_corpus("http://127.0.0.1:1", str(places / "index"), "x") == ()
+    assert other_corpus("http://127.0.0.1:1", "", "atlas") == ()
 
 
 def test_questions_of_several_places(places, monkeypatch):

@@ -185,6 +185,14 @@ def test_phantom_wiki(tmp_path, capsys):
     assert line["text"] == "The mother of Ann Ode is Eve Ode. None."
     (task,) = map(json.loads, (tmp_path / "out" / "tasks.jsonl").read_text().splitlines())
     assert task["golden_answers"] == ["Eve Ode"] and task["hops"] == 1
+    assert import_phantom_wiki.entry(["import_phantom_wiki", *arguments]) == 2
+    assert "holds a corpus already" in capsys.readouterr().err
+    (tmp_path / "questions.json").write_text('[{"id": 1}]')
+    assert import_phantom_wiki.entry(["import_phantom_wiki", *arguments]) == 2
+    assert "does not hold what phantom-wiki 1.0 writes" in capsys.readouterr().err
+    (tmp_path / "questions.json").write_text("[]")
+    assert import_phantom_wiki.entry(["import_phantom_wiki", *arguments]) == 2
+    assert "has no article, or no question" in capsys.readouterr().err
     (tmp_path / "articles.json").unlink()
     assert import_phantom_wiki.entry(["import_phantom_wiki", *arguments]) == 2
     assert "no such file" in capsys.readouterr().err

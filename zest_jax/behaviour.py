@@ -11,6 +11,7 @@ question is right if the majority's answer is. Draws of the bootstrap are of que
 
 import collections
 import dataclasses
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,13 @@ def paired(before: Sequence[Answered], after: Sequence[Answered]) -> list[Pair]:
     if not before or not after:
         raise UserError("there is no answer to compare; give files of evaluated questions.")
     of_before, of_after = _by_question(before), _by_question(after)
+    for side in (of_before, of_after):
+        counts = {len(answers) for answers in side.values()}
+        if len(counts) > 1:
+            raise UserError(
+                f"one side has {min(counts)} answers to some questions and {max(counts)} to "
+                "others; let its evaluation come to its end first."
+            )
     shared = of_before.keys() & of_after.keys()
     if of_before.keys() != of_after.keys():
         raise UserError(
@@ -152,6 +160,25 @@ def paired(before: Sequence[Answered], after: Sequence[Answered]) -> list[Pair]:
             f"{', …' if len(other) > _SHOWN else ''}); evaluate both on the same file (--tasks)."
         )
     return [(answers, of_after[key]) for key, answers in of_before.items()]
+
+
+def check_same(
+    answers: Sequence[Answered], questions: Sequence[tuple[str, str, Sequence[str]]]
+) -> None:
+    """Refuses to compare answers with questions that are about to be asked, where they differ.
+
+    Args:
+      answers: of an earlier evaluation.
+      questions: id, question and accepted answers of each.
+
+    Raises:
+      UserError: see `paired`.
+    """
+    coming = [
+        Answered(id, question, list(golds), 0, None, 0.0, 0.0, 0, False, "")
+        for id, question, golds in questions
+    ]
+    paired(answers, coming)
 
 
 def read_answers(path: str | Path, mode: str = "greedy") -> list[Answered]:
@@ -182,7 +209,21 @@ def read_answers(path: str | Path, mode: str = "greedy") -> list[Answered]:
             ) from None
     if not out:
         raise UserError(f"{path} holds no {mode} answer.")
+    _check_whole(path, len(out))
     return out
+
+
+def _check_whole(path: Path, count: int) -> None:
+    """Refuses a file of `zest_jax.evaluate` that has not come to its end."""
+    try:
+        settings = json.loads(path.with_name(f"{path.name}.settings.json").read_text("utf-8"))
+        wanted = settings["questions"] * settings["samples"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return  # a run's own evaluation, or a copy without its settings
+    if count < wanted:
+        raise UserError(
+            f"{path} has {count:,} of {wanted:,} answers; let its evaluation come to its end first."
+        )
 
 
 def _latest(folder: Path) -> Path:

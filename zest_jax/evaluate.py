@@ -33,6 +33,8 @@ from zest_jax.evaluation_page import render
 from zest_jax.progress import Progress
 from zest_jax.workdir import write_atomically
 
+MOST_SAMPLES = 10_000
+
 
 def main(config: Any, workdir: str | None, values: flags.FlagValues) -> None:
     check(config, workdir, values)
@@ -52,6 +54,8 @@ def main(config: Any, workdir: str | None, values: flags.FlagValues) -> None:
             tasks = list(who.questions)[: values.limit or None]
         if not tasks:
             raise UserError(f"{who.name} has no held-out questions; give --tasks or --benchmarks.")
+        if against is not None:
+            behaviour.check_same(against, [(t.id, t.question, t.answers) for t in tasks])
         notes = who.check(tasks)
         for note in notes:
             progress.say(note)
@@ -74,11 +78,12 @@ def main(config: Any, workdir: str | None, values: flags.FlagValues) -> None:
             against, answered, values.draws
         )
     text = json.dumps(told, ensure_ascii=False, indent=2, allow_nan=False)
+    # Shown before anything is written: a disk may have filled up meanwhile.
+    print(text if values.json == "-" else tables.whole(told, values.shown), flush=True)
     if values.html:
         write_atomically(Path(values.html), render(told))
     if values.json and values.json != "-":
         write_atomically(Path(values.json), text + "\n")
-    print(text if values.json == "-" else tables.whole(told, values.shown))
 
 
 def ask_all(
@@ -103,13 +108,13 @@ def ask_all(
             key = assembly.random_key(values.seed, "evaluate", 0)
             args = (who.sampler, who.params, rest, key, values.temperature, devices)
             with progress.phase("answering", len(wanted), len(done)) as bar:
-                right = 0.0
+                right = sum(a.em for a in done.values())
                 for batch in answering.answer_all(*args):
                     if file is not None:
                         file.append(batch)
                     done |= {key_of(a): without_text(a) for a in batch}
                     right += sum(a.em for a in batch)
-                    bar.advance(len(batch), EM=right / (bar.own + len(batch)))
+                    bar.advance(len(batch), EM=right / len(done))
     finally:
         if file is not None:
             file.close()
@@ -144,6 +149,8 @@ def check(config: Any, workdir: str | None, values: flags.FlagValues) -> None:
             raise UserError(f"--{name}={value} is out of range; it is {limit} or more.")
     if values.top_k is not None and not values.index:
         raise UserError("--top_k is 1 or more, and goes with --index.")
+    if values.samples > MOST_SAMPLES:
+        raise UserError(f"--samples={values.samples} is too many; it is {MOST_SAMPLES} at most.")
     if values.samples > 1 and not values.temperature:
         raise UserError(
             f"{values.samples} greedy answers are all the same; give a --temperature above 0."

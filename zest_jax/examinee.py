@@ -159,19 +159,32 @@ def of_run(
         response_length=protocol.limits.response,
     )
     top_k = retrieval.top_k if values.top_k is None else values.top_k
-    sampler = HostSampler(
-        "solver_rollout", parts.solver.policy, spec, protocol, parts.solver.tokenizer,
-        retriever if searches else None, own.capacity, TraceCounter(), parts.solver.end_ids,
-        top_k=top_k,
-    )  # fmt: skip
-    notes = other_corpus(values.index, config.retrieval.index)
+    try:
+        sampler = HostSampler(
+            "solver_rollout", parts.solver.policy, spec, protocol, parts.solver.tokenizer,
+            retriever if searches else None, own.capacity, TraceCounter(), parts.solver.end_ids,
+            top_k=top_k,
+        )  # fmt: skip
+    except ValueError as error:
+        raise UserError(
+            f"protocol {protocol.name} does not fit the lengths of the run's episodes: {error}; "
+            "with --config raise that field of the solver (--config.solver.…=…), or export the "
+            "solver and give it as --model."
+        ) from None
+    notes = other_corpus(values.index, config.retrieval.index, retrieval.name) if searches else ()
     index = values.index or retrieval.name if searches else ""
     return Examinee(name, sampler, params, index, searched, questions, top_k, notes)
 
 
-def other_corpus(index: str, own: str) -> tuple[str, ...]:
-    """A sentence if an index holds other passages than the one that a run was trained with."""
+def other_corpus(index: str, own: str, name: str) -> tuple[str, ...]:
+    """A sentence if an index holds other passages than those that a run was trained with: of its
+    own index, or of the world of a name."""
     here, there = corpus_of(index), corpus_of(own)
+    if here and not own:
+        return (
+            f"{index} holds the corpus {here.get('name')}, and the policy's run searched the "
+            f"passages of {name}.",
+        )
     if not (here and there) or here.get("fingerprint") == there.get("fingerprint"):
         return ()
     return (

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+from zest_jax.errors import UserError
+
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[IO[bytes]]:
@@ -29,6 +31,24 @@ def writing(path: Path) -> Iterator[IO[bytes]]:
             os.unlink(temporary)
         raise
     _sync_folder(path.parent)
+
+
+def check_writable(path: Path) -> None:
+    """Refuses a file that could not be written, before there is anything to write; makes its
+    folder.
+
+    Raises:
+      UserError: it is a folder, or its folder cannot be made or written to.
+    """
+    if path.is_dir():
+        raise UserError(f"{path} is a folder; name a file to write to.")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        why = error.strerror or type(error).__name__
+        raise UserError(f"{path} cannot be written ({why}); name another place.") from None
 
 
 def _umask() -> int:

@@ -30,9 +30,19 @@ def main(config: Any, workdir: str | None, values: flags.FlagValues) -> None:
         raise UserError("name the folder that phantom-wiki wrote and the one to write: --source, …")
     source, out = Path(values.source).expanduser(), Path(values.out).expanduser()
     articles, questions = (_read(source / f"{name}.json") for name in ("articles", "questions"))
+    try:
+        passages = [passage(article) for article in articles]
+        tasks = [task for task in map(to_task, questions) if task is not None]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(
+            f"{source} does not hold what phantom-wiki 1.0 writes (at {error}); write it anew."
+        ) from None
+    if not (passages and tasks):
+        raise UserError(f"{source} has no article, or no question that does not count; write more.")
+    if (out / "corpus.jsonl").exists():
+        raise UserError(f"{out} holds a corpus already; name another folder, or delete it.")
     out.mkdir(parents=True, exist_ok=True)
-    write_jsonl(out / "corpus.jsonl", map(passage, articles))
-    tasks = [task for task in map(to_task, questions) if task is not None]
+    write_jsonl(out / "corpus.jsonl", passages)
     write_tasks(out / "tasks.jsonl", tasks)
     left_out = len(questions) - len(tasks)
     print(f"{len(articles)} articles, {len(tasks)} questions ({left_out} that count are left out)")

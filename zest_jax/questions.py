@@ -9,6 +9,7 @@ from typing import Any
 
 from zest_jax import datasets
 from zest_jax.errors import UserError
+from zest_jax.files import check_writable
 from zest_jax.retrieval.interface import PassageRetriever
 from zest_jax.tasks.types import Task
 
@@ -34,11 +35,21 @@ def read_questions(
     for name in files:
         # A name without a folder would be taken for that of a prepared set.
         path = name if "/" in name else f"./{name}"
-        tasks += _told(list(datasets.read(path, None, limit=limit)))
+        own = list(datasets.read(path, None, limit=limit))
+        tasks += own if states_hops(path) else _told(own)
     for name in benchmarks:
         tasks += _told(list(datasets.read(name, data_dir or None, limit=limit)))
     check_ids(tasks)
     return tasks
+
+
+def states_hops(path: str) -> bool:
+    """Whether a line of a local, plain file states its hops."""
+    try:
+        with open(path, "rb") as file:
+            return any(b'"hops"' in line for line in file)
+    except OSError:  # of a bucket; a missing file was refused when it was read
+        return False
 
 
 def check_ids(tasks: Sequence[Task]) -> None:
@@ -135,11 +146,11 @@ def _told(tasks: list[Task]) -> list[Task]:
 
 
 def check_files(out: str, json_file: str, html: str) -> None:
-    """Refuses folders where files are to be written, before anything is answered.
+    """Refuses places where a file cannot be written, before anything is answered.
 
     Raises:
       UserError: which.
     """
     for name in filter(None, (out, json_file, html)):
-        if name != "-" and Path(name).is_dir():
-            raise UserError(f"{name} is a folder; name a file to write to.")
+        if name != "-":
+            check_writable(Path(name))

@@ -33,6 +33,7 @@ from markupsafe import Markup
 import zest_jax
 from zest_jax import cli, traces
 from zest_jax.errors import UserError
+from zest_jax.files import check_writable
 from zest_jax.workdir import write_atomically
 
 OUTCOMES = ("right", "wrong", "no answer", "forced stop", "accepted", "refused")
@@ -66,8 +67,7 @@ def main(config: Any, workdir: str | None, values: flags.FlagValues) -> None:
     if values.most < 1:
         raise UserError("--most is 1 or more.")
     out = Path(values.out)
-    if out.is_dir():
-        raise UserError(f"{out} is a folder; name a file to write to.")
+    check_writable(out)
     lines, total = read(where, values.most)
     page = render(lines, where, total)
     write_atomically(out, page)
@@ -126,6 +126,10 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
             except (ValueError, RecursionError):
                 if not text.endswith("\n"):
                     return
+                if number == 1:
+                    raise UserError(
+                        f"{path} is no file of rollouts or answers, a JSON object a line; name one."
+                    ) from None
                 raise UserError(f"{path}, line {number} is not JSON; remove the line.") from None
             if not isinstance(line, dict) or not {"question", "text", "turns"} & line.keys():
                 raise UserError(

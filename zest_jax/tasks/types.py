@@ -110,6 +110,8 @@ def task_from_record(record: dict[str, Any], where: str) -> Task:
     hops = _field(record, "hops", int, where, default=1)
     if hops < 1:
         raise UserError(f"{where}: 'hops' must be 1 or more, not {hops}.")
+    if hops > _MOST_HOPS:
+        raise UserError(f"{where}: 'hops' must be {_MOST_HOPS} at the most, not {hops}.")
     return Task(
         id=_field(record, "id", str, where),
         question=question,
@@ -211,6 +213,7 @@ __all__ = [
 ]
 
 _REQUIRED = object()
+_MOST_HOPS = 1000  # more is a mistake
 _NAMES = {str: "a text", int: "a whole number", list: "a list"}
 
 
