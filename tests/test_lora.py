@@ -225,7 +225,9 @@ def test_a_single_micro_batch_is_what_several_add_up_to(shallow):
     for x, y in zip(first, second, strict=True):
         np.testing.assert_allclose(x, y, atol=1e-7)
     text = step.lower(config, spec, spec.init(adapters), batch_of(), frozen).compile().as_text()
-    assert " while(" not in text
+    # A gradient of a lookup may be a loop of its own; none goes over micro-batches.
+    loops = [line for line in text.splitlines() if " while(" in line and "scatter-add" not in line]
+    assert not loops, loops
 
 
 def test_the_proposers_step_shares_its_base_with_the_anchor(shallow):

@@ -108,12 +108,15 @@ def test_tests_add_their_extra_once_and_a_launch_keeps_it(checkout):
         "ruff check",
         "ruff format",
         "mypy zest_jax",
-        "<-m><pytest><-q><-n><2><--dist><loadfile><-k><a b>",
+        "<-m><pytest><-q><-n><2><--dist><loadfile><--no-loadscope-reorder><-k><a b>",
     ]
     done = checkout.run("bash", "tests/run.sh", "-k", "a b")
     assert done.returncode == 0 and checkout.calls() == ["pip .[test]", *expected]
     assert checkout.run("bash", ".ci/run").returncode == 0
-    assert checkout.calls() == [*expected[:3], "<-m><pytest><-q><-n><2><--dist><loadfile>"]
+    assert checkout.calls() == [
+        *expected[:3],
+        "<-m><pytest><-q><-n><2><--dist><loadfile><--no-loadscope-reorder>",
+    ]
     checkout.run("bash", "launch_gpu.sh")
     assert len(checkout.calls()) == 1
 
@@ -127,7 +130,9 @@ def test_a_failing_check_is_named_and_the_others_still_run(checkout):
     checkout.calls()
     done = checkout.run("bash", "tests/run.sh")
     assert done.returncode == 1 and "failed: lint format\n" in done.stderr
-    assert checkout.calls()[-1] == "<-m><pytest><-q><-n><2><--dist><loadfile>"
+    assert (
+        checkout.calls()[-1] == "<-m><pytest><-q><-n><2><--dist><loadfile><--no-loadscope-reorder>"
+    )
 
 
 @pytest.mark.parametrize(
