@@ -112,7 +112,8 @@ def test_files_and_runs(tmp_path, capsys):
         ("", "no rollout in it yet"),
         ('{"a": 1}\n', "line 1 is no rollout"),
         ("[]\n", "line 1 is no rollout"),
-        ("{\n", "line 1 is not JSON"),
+        ("{\n", "is no file of rollouts or answers"),
+        ('{"text": "x"}\n{\n', "line 2 is not JSON; remove the line"),
     ],
 )
 def test_what_is_no_file_of_rollouts(tmp_path, text, said):
