@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import scipy.stats
 
 from benchmarks import harness
 from zest_jax.statistics import paired_bootstrap_ci, wilson_ci
@@ -50,8 +51,6 @@ ARMS: dict[str, tuple[str, tuple[str, ...]]] = {
     "eviback_no_teacher": ("eviback.py:atlas,no_teacher", ()),
 }
 AUDITED = ("dr_free", "dr_free_difficulty")
-# Two-sided 95 % points of Student's t by degrees of freedom.
-_T = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}
 _SHORT = (
     "--config.schedule.solver_steps=2",
     "--config.schedule.proposer_steps=1",
@@ -105,9 +104,9 @@ def student(differences: Sequence[float]) -> tuple[float, float] | None:
     n = len(differences)
     if n < 2:
         return None
-    half = _T[n - 1] * float(np.std(differences, ddof=1)) / math.sqrt(n)
-    mean = float(np.mean(differences))
-    return mean - half, mean + half
+    mean, error = float(np.mean(differences)), scipy.stats.sem(differences)
+    low, high = scipy.stats.t.interval(0.95, n - 1, mean, error)
+    return float(low), float(high)
 
 
 def newcombe(hits_a: int, of_a: int, hits_b: int, of_b: int) -> tuple[float, float]:
