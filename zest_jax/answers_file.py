@@ -14,6 +14,7 @@ from typing import IO, Any
 
 from zest_jax.errors import UserError
 from zest_jax.evaluation import Answered
+from zest_jax.files import check_writable
 from zest_jax.workdir import append_jsonl, cut_torn_line, read_jsonl, write_atomically
 
 Key = tuple[str, str, int]
@@ -45,9 +46,7 @@ class AnswersFile:
         self.path = Path(path)
         self.settings_path = self.path.with_name(f"{self.path.name}.settings.json")
         self.answers: dict[Key, Answered] = {}
-        if self.path.is_dir():
-            raise UserError(f"{path} is a folder; name a file to write to.")
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        check_writable(self.path)
         self._file = self._lock()
         try:
             self._begin(dict(settings))

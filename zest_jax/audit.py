@@ -45,7 +45,7 @@ from zest_jax.auditing import (
     table,
 )
 from zest_jax.errors import UserError
-from zest_jax.files import writing
+from zest_jax.files import check_writable, writing
 from zest_jax.players import policy_folder
 from zest_jax.progress import Progress
 from zest_jax.retrieval.corpora import open_corpus, to_passage
@@ -362,8 +362,8 @@ def check(values: flags.FlagValues) -> None:
         value: int | None = values[name].value
         if value is not None and value < 1:
             raise UserError(f"--{name} is 1 or more.")
-    if values.out and Path(values.out).is_dir():
-        raise UserError(f"{values.out} is a folder; name a file to write to.")
+    if values.out:
+        check_writable(Path(values.out))
 
 
 def _some(ids: Sequence[str]) -> str:

@@ -19,7 +19,9 @@ from typing import Any
 from absl import flags
 
 from zest_jax import behaviour, cli
+from zest_jax.columns import in_columns
 from zest_jax.errors import UserError
+from zest_jax.files import check_writable
 from zest_jax.workdir import write_atomically
 
 _MODES = ("greedy", "sampled")
@@ -35,8 +37,8 @@ def main(config: Any, workdir: str | None, values: flags.FlagValues) -> None:
     if values.draws < 1 or values.shown < 0:
         raise UserError("--draws is 1 or more and --shown 0 or more.")
     for name in (values.out, values.html):
-        if name and Path(name).is_dir():
-            raise UserError(f"{name} is a folder; name a file to write to.")
+        if name:
+            check_writable(Path(name))
     before, after = (
         behaviour.read_answers(path, values.mode) for path in (values.before, values.after)
     )
@@ -59,11 +61,7 @@ def main(config: Any, workdir: str | None, values: flags.FlagValues) -> None:
 
 def table(told: Mapping[str, Any]) -> str:
     """The figures of `behaviour.compare` in columns."""
-    lines = rows(told)
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in lines
-    )
+    return in_columns(rows(told), "lr")
 
 
 def rows(told: Mapping[str, Any]) -> list[tuple[str, ...]]:

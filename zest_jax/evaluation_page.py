@@ -3,37 +3,32 @@
 from collections.abc import Mapping
 from typing import Any
 
-import jinja2
-
 import zest_jax
-from zest_jax import compare
+from zest_jax import compare, pages
 from zest_jax import evaluation_tables as tables
 
 
 def render(told: Mapping[str, Any]) -> str:
     """The page of `evaluate.main`'s figures; or, with "comparison" alone, of `compare.main`'s."""
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("zest_jax", "templates"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     full = "benchmarks" in told
     comparison = told["comparison"]
-    return environment.get_template("evaluation.html.j2").render(
-        title=f"Evaluation of {told['settings']['solver']}" if full else "Two evaluations",
-        settings=told["settings"] if full else {},
-        notes=told["notes"] if full else [],
-        table=tables.rows(told) if full else [],
-        hops=tables.hop_rows(told) if full else [],
-        finish=told["finish"] if full else {},
-        published=tables.published_rows(told) if full and told["published"] else [],
-        comparison=comparison,
-        compared=compare.rows(comparison) if comparison else [],
-        by_benchmark=_by_benchmark(comparison) if comparison else [],
-        legend=tables.LEGEND,
-        version=zest_jax.__version__,
+    return (
+        pages.environment()
+        .get_template("evaluation.html.j2")
+        .render(
+            title=f"Evaluation of {told['settings']['solver']}" if full else "Two evaluations",
+            settings=told["settings"] if full else {},
+            notes=told["notes"] if full else [],
+            table=tables.rows(told) if full else [],
+            hops=tables.hop_rows(told) if full else [],
+            finish=told["finish"] if full else {},
+            published=tables.published_rows(told) if full and told["published"] else [],
+            comparison=comparison,
+            compared=compare.rows(comparison) if comparison else [],
+            by_benchmark=_by_benchmark(comparison) if comparison else [],
+            legend=tables.LEGEND,
+            version=zest_jax.__version__,
+        )
     )
 
 

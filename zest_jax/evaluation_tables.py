@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zest_jax import compare
+from zest_jax.columns import in_columns
 from zest_jax.datasets import BENCHMARKS
 
 COLUMNS = {  # of the figures: key, title, digits
@@ -39,14 +40,14 @@ def whole(told: Mapping[str, Any], shown: int = 10) -> str:
     parts = [
         f"solver: {s['solver']}\nprotocol: {s['protocol']}, {how}\nsearches: {searched}",
         *told["notes"],
-        columns(rows(told)),
+        in_columns(rows(told), "lr"),
     ]
     if hops := hop_rows(told):
-        parts.append(columns(hops))
+        parts.append(in_columns(hops, "lr"))
     ends = ", ".join(f"{name} {count:,}" for name, count in told["finish"].items())
     parts.append(f"episodes ended: {ends}")
     if told["published"]:
-        parts.append(columns(published_rows(told)))
+        parts.append(in_columns(published_rows(told), "lr"))
     if told["comparison"]:
         parts += _comparison(told["comparison"], shown)
     return "\n\n".join([*parts, LEGEND])
@@ -100,15 +101,6 @@ def _rows(each: Any, name: str, samples: int) -> list[list[str]]:
         count = f"{row['count']:,}"
         table.append([title, count, cells[0], interval, *cells[1:3], *more, *cells[3:]])
     return table
-
-
-def columns(table: Sequence[Sequence[str]]) -> str:
-    """A table in columns, the first and a last one of words to the left."""
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return "\n".join(
-        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()
-        for row in table
-    )
 
 
 def _comparison(comparison: Mapping[str, Any], shown: int) -> list[str]:

@@ -25,6 +25,7 @@ from typing import Any
 from absl import flags
 
 from zest_jax import cli
+from zest_jax.columns import in_columns
 from zest_jax.datasets import benchmarks
 from zest_jax.datasets.files import bucket_errors, find_file, to_path
 from zest_jax.datasets.prepared import (
@@ -67,7 +68,7 @@ def main(config: Any, workdir: str | None, values: flags.FlagValues) -> None:
             if prepared.blank_answers:
                 progress.say(f"{what}: {prepared.blank_answers:,} blank answers were left out")
             made.append((source, prepared))
-    print("\n".join(table(made)))
+    print(table(made))
 
 
 def prepare_shown(
@@ -179,7 +180,7 @@ def plan_set(
     return [Source(benchmark.name, split, there[split]) for split in dict.fromkeys(wanted)]
 
 
-def table(made: list[tuple[Source, Prepared]]) -> list[str]:
+def table(made: list[tuple[Source, Prepared]]) -> str:
     """Lines of set, split, rows, published rows and verdict, with the totals that are published."""
     rows = [("set", "split", "rows", "published", "verdict")]
     for source, prepared in made:
@@ -192,11 +193,7 @@ def table(made: list[tuple[Source, Prepared]]) -> list[str]:
         if len(counted) == len(wanted):
             total = sum(p.rows for _, p in counted)
             rows.append(_row("total", title, total, sum(s.published for s, _ in counted)))
-    widths = [max(len(row[i]) for row in rows) for i in range(5)]
-    return [
-        f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c:>{widths[2]}}  {d:>{widths[3]}}  {e}"
-        for a, b, c, d, e in rows
-    ]
+    return in_columns(rows, "llrrl")
 
 
 def _row(name: str, split: str, rows: int, published: int) -> tuple[str, str, str, str, str]:

@@ -26,11 +26,10 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-import jinja2
 from markupsafe import Markup
 
 import zest_jax
-from zest_jax import charts
+from zest_jax import charts, pages
 from zest_jax.teachers.evidence import totals
 from zest_jax.workdir import Workdir
 
@@ -179,13 +178,7 @@ def render(
     config: str = "",
 ) -> str:
     """The page."""
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("zest_jax", "templates"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    environment = pages.environment()
     environment.filters["number"] = _number
     environment.filters["clock"] = _clock
     drawn, rest = draw(metrics)

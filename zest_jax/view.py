@@ -26,12 +26,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from absl import flags
 from markupsafe import Markup
 
 import zest_jax
-from zest_jax import cli, traces
+from zest_jax import cli, pages, traces
+from zest_jax.behaviour import FORCED
 from zest_jax.errors import UserError
 from zest_jax.files import check_writable
 from zest_jax.workdir import write_atomically
@@ -150,21 +150,15 @@ def render(lines: Sequence[Mapping[str, Any]], title: str, total: int | None = N
       title: where they come from.
       total: how many there were, if these are not all.
     """
-    pages = Pages(lines)
-    index = pages.index | {"title": title, "total": len(lines) if total is None else total}
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("zest_jax", "templates"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    held = Pages(lines)
+    index = held.index | {"title": title, "total": len(lines) if total is None else total}
+    environment = pages.environment()
     assert environment.loader is not None
     script = environment.loader.get_source(environment, "view.js")[0]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     blobs = [("index", _packed(index))]
-    blobs += [(f"rollouts-{i}", part) for i, part in enumerate(_parts(pages.details, _ROLLOUTS))]
-    blobs += [(f"passages-{i}", part) for i, part in enumerate(_parts(pages.passages, _PASSAGES))]
+    blobs += [(f"rollouts-{i}", part) for i, part in enumerate(_parts(held.details, _ROLLOUTS))]
+    blobs += [(f"passages-{i}", part) for i, part in enumerate(_parts(held.passages, _PASSAGES))]
     return environment.get_template("view.html.j2").render(
         title=title.encode("utf-8", "replace").decode(),
         script=Markup(script),
@@ -310,7 +304,7 @@ def role_of(line: Mapping[str, Any]) -> int:
 def outcome_of(line: Mapping[str, Any]) -> int | None:
     """The number of a rollout's outcome in `OUTCOMES`; None where the line does not tell."""
     finish = _text(line.get("finish"))
-    forced = finish in ("too_long", "out_of_turns")
+    forced = finish in FORCED
     if role_of(line):
         if forced:
             return _FORCED

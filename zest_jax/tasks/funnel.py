@@ -5,6 +5,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from zest_jax.columns import in_columns
+
 STAGES = ("target", "support", "path", "question")
 """Names of the stages, in order: format and entity filter, retrieval support, path, static QA."""
 
@@ -98,7 +100,7 @@ class Funnel:
                 rows.append(("  overall target validation", *whole, ""))
         final = self._rate(self.passed("question"), self.entered(begun))
         rows.append(("final", *final, ""))
-        return aligned(rows)
+        return in_columns(rows)
 
     def times(self) -> str:
         """Seconds of each part, in all and per accepted question (the shape of Table 7)."""
@@ -112,7 +114,7 @@ class Funnel:
         parts["total"] = sum(parts.values())
         rows = [("part", "seconds", "per task")]
         rows += [(name, f"{s:.2f}", f"{s / accepted:.3f}") for name, s in parts.items()]
-        return aligned(rows)
+        return in_columns(rows)
 
     @staticmethod
     def _rate(passed: int, of: int) -> tuple[str, str]:
@@ -122,11 +124,3 @@ class Funnel:
 def _commonest(reasons: Mapping[str, int], most: int = 3) -> str:
     refused = sorted(((n, r) for r, n in reasons.items() if r), reverse=True)
     return ", ".join(f"{reason} {count}" for count, reason in refused[:most])
-
-
-def aligned(rows: Iterable[tuple[str, ...]]) -> str:
-    """Rows of cells as lines, every column as wide as its widest cell."""
-    rows = [tuple(row) for row in rows]
-    widths = [max(len(row[c]) for row in rows) for c in range(len(rows[0]))]
-    lines = ("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in rows)
-    return "\n".join(line.rstrip() for line in lines)

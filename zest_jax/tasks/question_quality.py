@@ -11,9 +11,9 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from zest_jax.columns import in_columns
 from zest_jax.tasks.atlas import Atlas
 from zest_jax.tasks.evidence_paths import Aliases
-from zest_jax.tasks.funnel import aligned
 from zest_jax.tasks.gates import leaks_answer
 from zest_jax.tasks.seeds import Proposal
 
@@ -110,7 +110,7 @@ class Quality:
             if name == "questions":
                 shown = str(value)
             rows.append((name.replace("_", " ").replace(" hop", "-hop"), shown))
-        return aligned(rows)
+        return in_columns(rows)
 
 
 def quality(proposed: Sequence[Proposal], oracle: Oracle | None) -> Quality:
