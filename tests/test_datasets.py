@@ -106,7 +106,7 @@ def test_a_file(tmp_path, name):
     assert second == Task(
         "test_1", "Why not?", ("Danube",), 4, "Q1", ("p1", "p2"), meta={"benchmark": "popqa"}
     )
-    assert third.hops == 1 and third.meta == {"benchmark": "mine", "extra": {"a": [1]}}
+    assert third.hops == 0 and third.meta == {"benchmark": "mine", "extra": {"a": [1]}}
 
 
 def test_escapes(tmp_path):

@@ -19,7 +19,7 @@ def read_questions(
 ) -> list[Task]:
     """The questions of files and of prepared benchmarks, each with its set in meta["benchmark"].
 
-    A set of which nothing tells hops gets hops 0 for all of its questions.
+    A question whose hops nothing tells has hops 0.
 
     Args:
       files: JSON lines; a file's name is its benchmark unless its lines carry one.
@@ -35,21 +35,11 @@ def read_questions(
     for name in files:
         # A name without a folder would be taken for that of a prepared set.
         path = name if "/" in name else f"./{name}"
-        own = list(datasets.read(path, None, limit=limit))
-        tasks += own if states_hops(path) else _told(own)
+        tasks += datasets.read(path, None, limit=limit)
     for name in benchmarks:
-        tasks += _told(list(datasets.read(name, data_dir or None, limit=limit)))
+        tasks += datasets.read(name, data_dir or None, limit=limit)
     check_ids(tasks)
     return tasks
-
-
-def states_hops(path: str) -> bool:
-    """Whether a line of a local, plain file states its hops."""
-    try:
-        with open(path, "rb") as file:
-            return any(b'"hops"' in line for line in file)
-    except OSError:  # of a bucket; a missing file was refused when it was read
-        return False
 
 
 def check_ids(tasks: Sequence[Task]) -> None:
@@ -80,10 +70,10 @@ def of_world(tasks: Sequence[Task], name: str) -> list[Task]:
 
 
 def digest(tasks: Sequence[Task]) -> str:
-    """A checksum of the questions with their sets, ids, answers and order."""
+    """A checksum of the questions with their sets, ids, answers, hops and order."""
     sum_ = hashlib.sha256()
     for task in tasks:
-        line = json.dumps([benchmark_of(task), task.id, task.question, task.answers])
+        line = json.dumps([benchmark_of(task), task.id, task.question, task.answers, task.hops])
         sum_.update(line.encode())
     return sum_.hexdigest()[:16]
 
@@ -129,20 +119,6 @@ def _there(gold: Sequence[str], retriever: Any) -> Iterator[bool]:
     elif isinstance(retriever, Sequence) and len(retriever):
         known = {passage.id for passage in retriever}
         yield from (id in known for id in gold)
-
-
-def _told(tasks: list[Task]) -> list[Task]:
-    """The tasks, with hops 0 where neither their set nor any question of it tells more than one."""
-    names = {benchmark_of(task) for task in tasks}
-    for name in names:
-        known = datasets.BENCHMARKS.get(name)
-        if known is not None and known.hops:
-            continue
-        if all(task.hops == 1 for task in tasks if benchmark_of(task) == name):
-            tasks = [
-                dataclasses.replace(t, hops=0) if benchmark_of(t) == name else t for t in tasks
-            ]
-    return tasks
 
 
 def check_files(out: str, json_file: str, html: str) -> None:

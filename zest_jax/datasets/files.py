@@ -74,7 +74,7 @@ class TaskFile:
 
     As Search-R1 does, a question loses the space around it and gets a question mark if it ends
     without one. `meta["benchmark"]` says the set, `meta["metadata"]` is the line's metadata as JSON
-    text, and `hops` is what set or metadata tell, else 1.
+    text, and `hops` is what line, metadata or set tell, else 0.
 
     Args:
       path: the file; whether it is gzipped is seen by its first bytes.
@@ -124,13 +124,17 @@ class TaskFile:
             self.blank_answers += len(answers) - len(kept)
             record["golden_answers"] = kept
         metadata = record.pop("metadata", None)
-        if "hops" not in record:
+        stated = "hops" in record
+        if not stated:
             benchmark = benchmarks.find(self.name)
             told = hops_told(metadata) or (benchmark.hops if benchmark else 0)
-            record["hops"] = told or 1
+            stated = bool(told)
+            record["hops"] = told or 1  # a task has one at least, until it is known to have none
         if not isinstance(record.setdefault("benchmark", self.name), str):
             raise UserError(f"{where}: the field 'benchmark' must be a text.")
         task = task_from_record(record, where)
+        if not stated:
+            task = replace(task, hops=0)
         question = task.question.strip()
         if not question:
             raise UserError(f"{where}: the question is empty; give it, or leave the line out.")

@@ -25,7 +25,8 @@ class Task:
       id: unique within its file.
       question: the question as asked, with its question mark.
       answers: every accepted answer, the preferred one first.
-      hops: number of relations between the source entity and the answer, at least 1.
+      hops: number of relations between the source entity and the answer, at least 1; 0 of a
+        benchmark's question of which nothing tells it.
       source_id: entity (or document) that the question starts from; splits go by it.
       evidence: passage ids in hop order, from the source to the answer.
       iteration: iteration of self-play that wrote it, -1 for tasks that no run wrote.
