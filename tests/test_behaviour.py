@@ -146,7 +146,7 @@ def test_several_answers_to_a_question_are_one_unit():
 def test_a_side_with_unequal_counts_is_refused():
     once = [answered("a", "gold", em=1), answered("b", "gold", em=1)]
     twice = [*once, dataclasses.replace(once[0], sample=1)]
-    with pytest.raises(UserError, match="1 answers to some questions and 2 to others"):
+    with pytest.raises(UserError, match="some questions have 1 answers and some 2"):
         paired(once, twice)
 
 

@@ -12,7 +12,7 @@ question is right if the majority's answer is. Draws of the bootstrap are of que
 import collections
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -135,13 +135,8 @@ def paired(before: Sequence[Answered], after: Sequence[Answered]) -> list[Pair]:
     if not before or not after:
         raise UserError("there is no answer to compare; give files of evaluated questions.")
     of_before, of_after = _by_question(before), _by_question(after)
-    for side in (of_before, of_after):
-        counts = {len(answers) for answers in side.values()}
-        if len(counts) > 1:
-            raise UserError(
-                f"one side has {min(counts)} answers to some questions and {max(counts)} to "
-                "others; let its evaluation come to its end first."
-            )
+    check_counts(of_before.values())
+    check_counts(of_after.values())
     shared = of_before.keys() & of_after.keys()
     if of_before.keys() != of_after.keys():
         raise UserError(
@@ -160,6 +155,20 @@ def paired(before: Sequence[Answered], after: Sequence[Answered]) -> list[Pair]:
             f"{', …' if len(other) > _SHOWN else ''}); evaluate both on the same file (--tasks)."
         )
     return [(answers, of_after[key]) for key, answers in of_before.items()]
+
+
+def check_counts(questions: Iterable[Sequence[Answered]]) -> None:
+    """Refuses questions that were answered differently often.
+
+    Raises:
+      UserError: how often.
+    """
+    counts = {len(answers) for answers in questions}
+    if len(counts) > 1:
+        raise UserError(
+            f"some questions have {min(counts)} answers and some {max(counts)}; let the evaluation "
+            "come to its end first."
+        )
 
 
 def check_same(

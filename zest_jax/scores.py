@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from zest_jax.behaviour import FIGURES
+from zest_jax.behaviour import FIGURES, check_counts
 from zest_jax.errors import UserError
 from zest_jax.evaluation import Answered
 from zest_jax.statistics import mean_of_means_ci
@@ -56,12 +56,7 @@ def by_question(answered: Sequence[Answered]) -> list[Question]:
     groups: dict[tuple[str, str, str], list[Answered]] = {}
     for a in answered:
         groups.setdefault((a.benchmark, a.id, a.question), []).append(a)
-    counts = {len(group) for group in groups.values()}
-    if len(counts) > 1:
-        raise UserError(
-            f"some questions have {min(counts)} answers and some {max(counts)}; let the evaluation "
-            "come to its end first."
-        )
+    check_counts(groups.values())
     return [tuple(sorted(group, key=lambda a: a.sample)) for group in groups.values()]
 
 
