@@ -80,6 +80,7 @@ def test_the_published_values_of_an_all_zero_group():
     np.testing.assert_allclose(advantage_N[:G], [0.1984, 0.0661, 0.0661, *[-0.0661] * 5], atol=5e-5)
     np.testing.assert_allclose(advantage_N[G + 1], 7 / 8 / np.std(mixed, ddof=1), rtol=1e-4)
     assert paid.notes["teacher/all_zero_groups"] == 0.5 and paid.notes["teacher/asked"] == G
+    assert paid.notes["teacher/groups_with_signal"] == 1, "one is paid apart, one was mixed"
     lines = json.loads(json.dumps(paid.lines))
     assert [line["id"] for line in lines] == [f"t{n // G}/{n}" for n in range(2 * G)]
     assert lines[0]["status"] == "supported_answer" and lines[0]["all_zero"]
@@ -138,6 +139,7 @@ def test_a_group_with_one_silence_is_left_at_its_zeros():
     paid = pay(judge, [0] * 2 * G)
     assert (paid.reward_N[:G] == 0.2).all() and not paid.reward_N[G:].any()
     assert paid.notes["teacher/groups_left_out"] == 0.5
+    assert paid.notes["teacher/groups_with_signal"] == 0, "all alike in either group"
     assert [line["left_out"] for line in paid.lines] == [False] * G + [True] * G
 
 
