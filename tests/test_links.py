@@ -143,7 +143,7 @@ def test_a_world_is_made_and_opens(tmp_path, capsys):
         ("--tokenizer=nowhere", "has no tokenizer.json"),
         ("--heldout=0.9", "--heldout and --validation"),
         ("--characters=10", "--characters is 50"),
-        ("--corpus=", "name the corpus"),
+        ("--corpus=", "give all three"),
     ],
 )
 def test_mistakes_of_build_links(tmp_path, capsys, change, message):

@@ -45,7 +45,7 @@ QUESTION_SETS = ("heldout", "validation")
 
 def main(config: Any, workdir: str | None, values: flags.FlagValues) -> None:
     if not (values.corpus and values.tokenizer and values.world):
-        raise UserError("name the corpus, the tokenizer's folder and the world: --corpus, … .")
+        raise UserError("give all three: --corpus=FILE, --tokenizer=FOLDER and --world=FOLDER.")
     shares = {"heldout": values.heldout, "validation": values.validation}
     if min(shares.values()) <= 0 or sum(shares.values()) >= 1:
         raise UserError("--heldout and --validation are shares above 0, below 1 together.")

@@ -121,16 +121,12 @@ class Phase:
             self._told = now
             self._progress.say(f"{self._line()} · {clock(self.seconds_left())} left{self._values}")
 
-    @property
-    def own(self) -> int:
-        """Steps that this start has done."""
-        return self._done - self._skipped
-
     def seconds_left(self) -> float:
         """By the mean pace of this start; infinite before the first step."""
-        if self.own <= 0:
+        own = self._done - self._skipped
+        if own <= 0:
             return float("inf")
-        return (time.monotonic() - self._begun) / self.own * max(0, self._total - self._done)
+        return (time.monotonic() - self._begun) / own * max(0, self._total - self._done)
 
     def close(self) -> None:
         if self._progress.live:
