@@ -1,6 +1,7 @@
 """The mesh of devices, and where every parameter and batch lies on it."""
 
 from zest_jax.parallel.mesh import AXES, make_mesh
+from zest_jax.parallel.placement import Placement
 from zest_jax.parallel.sharding import (
     batch_sharding,
     keep_rows_split,
@@ -12,6 +13,7 @@ from zest_jax.parallel.sharding import (
 
 __all__ = [
     "AXES",
+    "Placement",
     "batch_sharding",
     "keep_rows_split",
     "make_mesh",

@@ -151,6 +151,40 @@ def keep_rows_split(x: jax.Array) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, P(*BATCH, *[None] * (x.ndim - 1)))
 
 
+def for_decoding(params: Any, dtype: str) -> Any:
+    """A policy's parameters as a rollout reads them: whole on every device but for what `tensor`
+    splits, matrices of the layers in the type that is computed in.
+
+    They are gathered once, before the first token, in that type. It acts while tracing within
+    `jax.set_mesh(mesh)`; elsewhere it returns `params` as they are.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return params
+
+    def one(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
+        names = [str(getattr(k, "key", "")) for k in path]
+        if STACKED in names and leaf.ndim > 2 and "bias" not in names[-1]:
+            leaf = leaf.astype(dtype)
+        kept = _spec(path, leaf.shape, mesh, [])
+        kept = P(*(axis if axis == "tensor" else None for axis in kept))
+        return jax.lax.with_sharding_constraint(leaf, kept)
+
+    return jax.tree_util.tree_map_with_path(one, params)
+
+
+def keep_placed(tree: Any) -> Any:
+    """Pins parameters, moments or gradients to where the rules place them, under a set mesh."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return tree
+
+    def one(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
+        return jax.lax.with_sharding_constraint(leaf, _spec(path, leaf.shape, mesh, []))
+
+    return jax.tree_util.tree_map_with_path(one, tree)
+
+
 def row_shards(rows: int) -> int:
     """Over how many groups of devices `keep_rows_split` splits that many rows."""
     return _row_shards(rows) or 1

@@ -359,6 +359,14 @@ class ExactIndex:
             both, query_BE, top_k, self.mesh, size=self.size, search=self._part
         )  # fmt: skip
 
+    def search_rows(
+        self, query_BE: jax.Array, top_k: int, valid: jax.Array | int | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Searches the rows that are held here, as `exact_search` does; for whoever holds a share
+        of an index."""
+        both = self.index_NE if self.exact_NE is None else (self.index_NE, self.exact_NE)
+        return self._part(both, query_BE, top_k, valid)
+
     def _part(
         self, part: Any, query_BE: jax.Array, top_k: int, valid: Any = None
     ) -> tuple[jax.Array, jax.Array]:

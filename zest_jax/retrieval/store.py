@@ -134,7 +134,7 @@ class PassageStore:
         """
         row_SUR = jnp.asarray(row_SUR)
         length_SUR = jnp.where(row_SUR < 0, 0, self.length_N[row_SUR])
-        return _observation(self.ids_NP[row_SUR], length_SUR, asked_S, self.frame, self.size)
+        return observation(self.ids_NP[row_SUR], length_SUR, asked_S, self.frame, self.size)
 
 
 @jax.tree_util.register_dataclass
@@ -172,7 +172,7 @@ class HostPassageStore:
         )
         read_SURP, length_SUR = jax.pure_callback(self._read, shapes, row_SUR)
         length_SUR = jnp.where(row_SUR < 0, 0, length_SUR)
-        return _observation(read_SURP, length_SUR, asked_S, self.frame, self.size)
+        return observation(read_SURP, length_SUR, asked_S, self.frame, self.size)
 
     def _read(self, row_SUR: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         row_SUR = np.maximum(np.asarray(row_SUR), 0)
@@ -195,7 +195,7 @@ def passage_room(frame: Frame, size: int) -> int:
     return room
 
 
-def _observation(
+def observation(
     ids_SURP: jax.Array,
     length_SUR: jax.Array,
     asked_S: jax.Array | None,

@@ -74,6 +74,10 @@ class Engine:
       protocol: the grammar.
       eos_ids: tokens that end a turn without a tag (then the action is none).
       correction_ids: the protocol's correction, tokenised; empty where it says nothing.
+      axes: axes of a mesh over which engines work side by side, each within `jax.shard_map`; all
+        of them search as often as the one that does most. () for one engine.
+      lockstep: whether every loop of theirs makes as many turns as the longest, as it must where
+        devices exchange something within a step (the mesh's tensor axis).
     """
 
     config: PolicyConfig
@@ -81,6 +85,8 @@ class Engine:
     protocol: Protocol
     eos_ids: tuple[int, ...]
     correction_ids: tuple[int, ...] = ()
+    axes: tuple[str, ...] = ()
+    lockstep: bool = False
 
     def __post_init__(self):
         longest = max(map(len, self.protocol.closing))
@@ -201,14 +207,16 @@ class Engine:
             return length == self.spec.cache_lengths[-1] or self.fits(state, length)
 
         def write(state: State) -> State:
-            more = lambda state: self.should_write(state) & fits(state)  # noqa: E731
+            def more(state: State) -> jax.Array:
+                axes = self.axes if self.lockstep else ()
+                return _any(self.should_write(state), axes) & _all(fits(state), axes)
+
             return self.cut(table, jax.lax.while_loop(more, decode, state))
 
-        return jax.lax.while_loop(
-            lambda state: self.has_work(state) & fits(state),
-            lambda state: write(extend(state)),
-            state,
-        )
+        def goes_on(state: State) -> jax.Array:
+            return _any(self.has_work(state), self.axes) & _all(fits(state), self.axes)
+
+        return jax.lax.while_loop(goes_on, lambda state: write(extend(state)), state)
 
     # ------------------------------------------------------------------------------ pieces
 
@@ -413,9 +421,10 @@ class Engine:
         resumed_S = taken_S | ((searching_S | invalid_S) & ~added.full_S)
         fill_S = jnp.where(resumed_S & ~copied_S, rows.length_N - start_S, 0)
         # Holders first: they may be filled with a prompt of their own.
-        copy = functools.partial(copy_prompts, self.config, length=prompt_NP.shape[1])
+        axes = self.axes if self.lockstep else ()
+        copy = functools.partial(copy_prompts, self.config, length=prompt_NP.shape[1], axes=axes)
         cache = copy(state.cache, shared.holder_S, shared.held_S)
-        cache = fill_cache(self.spec, policy, layers, cache, chunk_SC, start_S, fill_S)
+        cache = fill_cache(self.spec, policy, layers, cache, chunk_SC, start_S, fill_S, axes)
         cache = copy(cache, shared.leader_S, shared.follows_S)
         work = dataclasses.replace(
             state.work,
@@ -468,6 +477,18 @@ def _waits(state: State) -> jax.Array:
     """Slots that wait for `cut` or `extend`, [S]."""
     phase_S = state.phase_S
     return (phase_S == READING) | (phase_S == SEARCHING) | (phase_S == INVALID)
+
+
+def _any(there: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Whether it is so on one of the shards."""
+    return jax.lax.psum(there.astype(jnp.int32), axes) > 0 if axes else there
+
+
+def _all(there: jax.Array | bool, axes: tuple[str, ...]) -> jax.Array | bool:
+    """Whether it is so on all shards."""
+    if not axes or isinstance(there, bool):
+        return there
+    return jax.lax.psum(1 - there.astype(jnp.int32), axes) == 0
 
 
 def _like(mask_S: jax.Array, x: jax.Array) -> jax.Array:

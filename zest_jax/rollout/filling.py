@@ -68,13 +68,18 @@ def share_prompts(
 
 
 def copy_prompts(
-    config: PolicyConfig, cache: Cache, source_S: jax.Array, into_S: jax.Array, length: int
+    config: PolicyConfig,
+    cache: Cache,
+    source_S: jax.Array,
+    into_S: jax.Array,
+    length: int,
+    axes: tuple[str, ...] = (),
 ) -> Cache:
-    """`copy_prefix`, left out where no slot wants one."""
+    """`copy_prefix`, left out where no slot wants one (on any of the shards over `axes`)."""
     # A loop of one turn or none works in place, where a conditional may copy the cache.
     return jax.lax.fori_loop(
         0,
-        jnp.any(into_S).astype(jnp.int32),
+        _most(jnp.any(into_S).astype(jnp.int32), axes),
         lambda _, cache: copy_prefix(config, cache, source_S, into_S, length),
         cache,
     )
@@ -88,11 +93,14 @@ def fill_cache(
     chunk_SC: jax.Array,
     start_S: jax.Array,
     fill_S: jax.Array,
+    axes: tuple[str, ...] = (),
 ) -> Cache:
     """Runs fill_S tokens of each slot's chunk through the policy, block by block.
 
     Slots are taken in order of how many tokens they bring, and blocks without any are left out,
-    so that the cost follows the new tokens and not the number of slots.
+    so that the cost follows the new tokens and not the number of slots. With `axes`, shards make as
+    many turns as the one with the most: what a slot without new tokens is given then is its own last
+    token again, and rubbish behind it.
     """
     S, N = spec.slots, spec.block_tokens
     W = spec.block_slots if S % spec.block_slots == 0 else S
@@ -106,9 +114,13 @@ def fill_cache(
             ids_WN = jax.lax.dynamic_slice(ids_WC, (0, j * N), (W, N))
             return policy.extend(layers, rows, ids_WN, start_W + j * N)[1]
 
-        parts = -(-jnp.max(fill_S[slot_W]) // N)
+        parts = _most(-(-jnp.max(fill_S[slot_W]) // N), axes)
         rows = jax.tree.map(lambda x: x[slot_W], cache)
         rows = jax.lax.fori_loop(0, parts, part, rows)
         return jax.tree.map(lambda x, row: x.at[slot_W].set(row, unique_indices=True), cache, rows)
 
-    return jax.lax.fori_loop(0, -(-jnp.sum(fill_S > 0) // W), block, cache)
+    return jax.lax.fori_loop(0, _most(-(-jnp.sum(fill_S > 0) // W), axes), block, cache)
+
+
+def _most(turns: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    return jax.lax.pmax(turns, axes) if axes else turns

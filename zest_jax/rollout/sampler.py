@@ -4,7 +4,8 @@ Shape letters: N episodes, P prompt length.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,8 @@ import numpy as np
 from zest_jax.errors import UserError
 from zest_jax.models import PolicyConfig
 from zest_jax.models.policy import Params
+from zest_jax.parallel import Placement, hosts
+from zest_jax.rollout import side_by_side
 from zest_jax.rollout.engine import Engine, compiler_options
 from zest_jax.rollout.protocols import ANSWER, SEARCH, Protocol
 from zest_jax.rollout.sampling import Draws
@@ -35,6 +38,8 @@ class Sampler:
       capacity: most prompts of one call; more are done in several calls.
       traces: counts the traces.
       eos_ids: tokens that end a turn beside the tokenizer's own.
+      placement: the devices that share the episodes; the retriever is placed on them by
+        `side_by_side.place_retriever`.
     """
 
     def __init__(
@@ -48,6 +53,7 @@ class Sampler:
         capacity: int,
         traces: TraceCounter,
         eos_ids: Sequence[int] = (),
+        placement: Placement = Placement(),  # noqa: B008 (frozen)
     ):
         if spec.searches and protocol.tag(SEARCH) and not self._may_search(retriever):
             raise ValueError(f"protocol {protocol.name} searches, and there is no retriever")
@@ -55,8 +61,14 @@ class Sampler:
         self.capacity = capacity
         self._retriever, self._vocabulary = retriever, config.vocab_size
         engine = Engine.build(config, spec, protocol, tokenizer, eos_ids)
-        self._table = engine.stop_table(tokenizer)
-        self._rollout = traces.jit(name, engine.rollout, compiler_options=compiler_options())
+        self._placement = placement
+        self._table = placement.whole(engine.stop_table(tokenizer))
+        run = engine.rollout
+        if placement.mesh is not None:
+            run = side_by_side.rollout_on(
+                side_by_side.share_engine(engine, placement.mesh), placement.mesh
+            )
+        self._rollout = traces.jit(name, run, compiler_options=compiler_options())
         # Of the last call: see `Engine.counters`.
         self.counters: dict[str, float] = {}
 
@@ -96,37 +108,63 @@ class Sampler:
         parts, counted = [], []
         for at in range(0, len(prompts), self.capacity):
             chunk = prompts[at : at + self.capacity]
-            count = len(chunk)
-            prompt_NP = np.zeros((self.capacity, self.spec.prompt_length), np.int32)
-            length_N = np.zeros(self.capacity, np.int32)
-            for n, ids in enumerate(chunk):
-                if len(ids) > self.spec.prompt_length:
-                    raise UserError(
-                        f"a prompt of the {self.protocol.name} protocol has {len(ids)} tokens, "
-                        f"more than prompt_length={self.spec.prompt_length}; raise it in the "
-                        "config."
-                    )
-                prompt_NP[n, : len(ids)] = ids
-                length_N[n] = len(ids)
-            if streams is None:
-                draws = Draws(jax.random.fold_in(key, at), jnp.float32(temperature))
-            else:
-                stream_N = np.zeros(self.capacity, np.uint32)
-                stream_N[:count] = streams[at : at + count]
-                draws = Draws(key, jnp.float32(temperature), jnp.asarray(stream_N))
-            out, counters = self._rollout(
-                params,
-                self._table,
-                self._retriever,
-                jnp.asarray(prompt_NP),
-                jnp.asarray(length_N),
-                draws,
-                jnp.int32(count),
-            )
-            parts.append(jax.tree.map(lambda x, n=count: x[:n], out.to_host()))
-            counted.append({name: float(value) for name, value in counters.items()})
+            here = None if streams is None else streams[at : at + len(chunk)]
+            out, counters = self._call(params, chunk, here, key, at, temperature)
+            parts.append(out)
+            counted.append(counters)
         self.counters = _together(counted)
         return jax.tree.map(lambda *xs: np.concatenate(xs), *parts)
+
+    def _call(
+        self,
+        params: Params,
+        prompts: Sequence[Sequence[int]],
+        streams: Sequence[int] | None,
+        key: jax.Array,
+        at: int,
+        temperature: float,
+    ) -> tuple[Trajectories, dict[str, float]]:
+        """One call of the compiled rollout, for at most `capacity` prompts."""
+        shards = self._placement.shards
+        share = -(-self.capacity // shards)
+        dealt_X = side_by_side.deal(len(prompts), shards)
+        # The rows of a shard stand together, those without a prompt behind the others.
+        row_N = np.concatenate([x * share + np.arange(n) for x, n in enumerate(dealt_X)])
+        prompt_NP = np.zeros((shards * share, self.spec.prompt_length), np.int32)
+        length_N = np.zeros(shards * share, np.int32)
+        for n, ids in zip(row_N, prompts, strict=True):
+            if len(ids) > self.spec.prompt_length:
+                raise UserError(
+                    f"a prompt of the {self.protocol.name} protocol has {len(ids)} tokens, "
+                    f"more than prompt_length={self.spec.prompt_length}; raise it in the "
+                    "config."
+                )
+            prompt_NP[n, : len(ids)] = ids
+            length_N[n] = len(ids)
+        numbers = np.arange(len(prompts)) if streams is None else streams
+        stream_N = None
+        if streams is not None or self._placement.mesh is not None:
+            stream_N = np.zeros(shards * share, np.uint32)
+            stream_N[row_N] = numbers
+        drawn = jax.random.fold_in(key, at) if streams is None else key
+        if self._placement.mesh is None:
+            count: Any = jnp.int32(len(prompts))
+            draws = Draws(
+                drawn,
+                jnp.float32(temperature),
+                None if stream_N is None else jnp.asarray(stream_N),
+            )
+            prompt, length = jnp.asarray(prompt_NP), jnp.asarray(length_N)
+        else:
+            place = self._placement
+            prompt, length, stream, count = place.rows((prompt_NP, length_N, stream_N, dealt_X))
+            draws = Draws(*place.whole((drawn, np.float32(temperature))), stream)
+        out, counters = self._rollout(
+            params, self._table, self._retriever, prompt, length, draws, count
+        )
+        out, counters = hosts.fetch((out, counters))
+        out = jax.tree.map(lambda x: x[row_N], out)
+        return out, _of_shards(counters, shards)
 
     def on(self, device: jax.Device) -> "Sampler":
         """The same sampler with its arrays on a device; it runs where its params are."""
@@ -160,6 +198,19 @@ class Sampler:
             ],
             clean_up_tokenization_spaces=False,
         )
+
+
+def _of_shards(counters: Mapping[str, Any], shards: int) -> dict[str, float]:
+    """The counters of shards that ran side by side, as of one: the longest tells the steps."""
+    each = {name: np.reshape(value, -1).astype(float) for name, value in counters.items()}
+    steps = max(each["decode_steps"].max(), 1.0)
+    out = {}
+    for name, values in each.items():
+        if name.startswith("slot_"):
+            out[name] = float((values * each["decode_steps"]).sum() / (shards * steps))
+        else:
+            out[name] = float(values.sum() if name == "prefilled" else values.max())
+    return out
 
 
 def _together(calls: Sequence[dict[str, float]]) -> dict[str, float]:
