@@ -260,6 +260,37 @@ def test_schedules_by_hand(fields, rates):
             assert -change["w"] == pytest.approx(rates[n], abs=1e-4), n
 
 
+# ------------------------------------------------------------------------- no numbers
+
+BREAKS = ("weight", "sampler", "advantage")
+
+
+@pytest.mark.parametrize("moments", ["float32", "int8"])
+@pytest.mark.parametrize("broken", BREAKS)
+def test_an_update_that_is_not_finite_leaves_the_state_as_it_was(model, broken, moments):
+    config, params = model
+    spec = dataclasses.replace(SPEC, moments=moments)
+    items = random_items(config, params, 4, seed=8)
+    state, metrics = policy_update(config, spec, spec.init(params), pack(items, PACKS), padded(1))
+    assert state.step == 1 and metrics["not_finite_logp"] == 0  # moments are not all zeros
+    advantage_B = padded(1, -1)
+    if broken == "weight":
+        poisoned = jax.tree.map(jnp.array, state.params)
+        poisoned["final_norm_D"] = poisoned["final_norm_D"].at[3].set(jnp.nan)
+        state = dataclasses.replace(state, params=poisoned)
+    elif broken == "sampler":  # which the bounded ratio would hide
+        items[2].logp[1] = -np.inf
+    else:
+        advantage_B[1] = np.nan
+    before = jax.tree.map(np.array, state)
+    after, metrics = policy_update(config, spec, state, pack(items, PACKS), advantage_B)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(after), before)
+    assert metrics["not_finite_sampler_logp"] == (broken == "sampler")
+    tokens = sum(len(i.targets) for i in items)
+    assert metrics["not_finite_logp"] == (tokens if broken == "weight" else 0)
+    assert np.isfinite(metrics["loss"]) == (broken == "sampler")
+
+
 # ------------------------------------------------------------------------- Dr. Free's step
 
 HOPS = np.array([1, 2, 2, 1, 2, 3, 2, 1, 2], np.int32)
@@ -389,3 +420,16 @@ def test_the_shuffled_control_permutes_the_advantages(proposer_step):
     np.testing.assert_allclose(two["advantage"], np.asarray(one["advantage"])[order], atol=1e-5)
     want, _ = policy_update(config, SPEC, SPEC.init(params), plain.proposals, two["advantage"])
     assert gap(gradients(state), gradients(want)) < 1e-6
+
+
+def test_a_likelihood_that_is_no_number_leaves_the_proposer_as_it_was(proposer_step):
+    """The gain is bounded, so that reward, loss and gradient would all be finite."""
+    config, anchor, params, step = proposer_step
+    batch, _ = proposal_batch(config, params, anchor, 0)
+    start = SPEC.init(params)
+    # A head that lets one token have no probability at all.
+    never = anchor | {"head_DV": anchor["head_DV"].at[:, 7].set(jnp.inf)}
+    state, metrics, per_row = step(start, never, batch)
+    assert not np.isfinite(np.asarray(per_row["loglik_BC"])[batch.signals.valid_BC]).all()
+    assert metrics["not_finite_loglik"] > 0 and metrics["not_finite_logp"] == 0
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), jax.device_get(start))

@@ -21,9 +21,11 @@ would never add up. Rounded at random they do so on average. The randomness is a
 and the element's index: the same on every mesh, and after a resumption.
 
 The arithmetic is float32, layer by layer where leaves are stacked, and the step itself is taken
-with the moments as they are before they are rounded. Dettmers et al. (2022), "8-bit optimizers via
-block-wise quantization", use blocks of another size, a code that mixes both spacings, and the
-nearest level.
+with the moments as they are before they are rounded. A step that does not apply (`applies`, as the
+updates say it of one that is not finite) leaves codes, scales and count as they were.
+
+Dettmers et al. (2022), "8-bit optimizers via block-wise quantization", use blocks of another size,
+a code that mixes both spacings, and the nearest level.
 """
 
 from collections.abc import Callable
@@ -73,10 +75,11 @@ def adamw_8bit(
 
 def scale_by_adam_8bit(
     b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """Adam's direction, m / (sqrt(v) + eps) with both corrected for their start at 0.
 
-    Kingma and Ba (2015), algorithm 1; between steps m and v are kept in 8 bits, see above.
+    Kingma and Ba (2015), algorithm 1; between steps m and v are kept in 8 bits, see above. Where
+    `applies`, an extra argument of `update`, is False, the state comes back as it is.
     """
 
     def init(params: Any) -> Adam8BitState:
@@ -89,7 +92,14 @@ def scale_by_adam_8bit(
         zero = jnp.zeros((), jnp.int32)
         return Adam8BitState(zero, codes(jnp.int8), scales(), codes(jnp.uint8), scales())
 
-    def update(grads: Any, state: Adam8BitState, params: Any = None) -> tuple[Any, Adam8BitState]:
+    def update(
+        grads: Any,
+        state: Adam8BitState,
+        params: Any = None,
+        *,
+        applies: jax.Array | bool = True,
+        **_: Any,
+    ) -> tuple[Any, Adam8BitState]:
         del params
         count = optax.safe_increment(state.count)
         correction_1, correction_2 = 1 - b1**count, 1 - b2**count
@@ -104,7 +114,10 @@ def scale_by_adam_8bit(
             # 16 bits for each rounding, in the middles of their intervals.
             dither_m = ((bits >> 16).astype(jnp.float32) + 0.5) / 2**16
             dither_v = ((bits & 0xFFFF).astype(jnp.float32) + 0.5) / 2**16
-            return step.astype(grad.dtype), *encode_mu(m, dither_m), *encode_nu(v, dither_v)
+            new = (*encode_mu(m, dither_m), *encode_nu(v, dither_v))
+            old = (mu, mu_scale, nu, nu_scale)
+            kept = (jnp.where(applies, n, o) for n, o in zip(new, old, strict=True))
+            return step.astype(grad.dtype), *kept
 
         leaves, tree = jax.tree.flatten(grads)
         stored = [jax.tree.leaves(part) for part in state[1:]]
@@ -116,9 +129,9 @@ def scale_by_adam_8bit(
                 continue
             results.append(_layer_by_layer(one, args, salt))
         steps, *parts = (jax.tree.unflatten(tree, part) for part in zip(*results, strict=True))
-        return steps, Adam8BitState(count, *parts)
+        return steps, Adam8BitState(jnp.where(applies, count, state.count), *parts)
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _layer_by_layer(

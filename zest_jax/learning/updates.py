@@ -7,6 +7,11 @@ step, so neither packing nor accumulation nor data parallelism changes the resul
 What is trained is the whole policy, or, with `frozen` given, its adapters: gradients and moments
 are then of those alone, and no gradient of a frozen matrix is computed.
 
+An update whose loss, gradient norm or log-probabilities are not all finite is made by nobody: the
+state comes back as it was, and the metrics say why (`not_finite_*` count log-probabilities). The
+choice between old and new is part of the same elementwise pass that writes the new state over the
+donated one.
+
 Shape letters: B rollouts or proposals, C contexts, R rows, X targets per row.
 """
 
@@ -26,7 +31,7 @@ from zest_jax.learning.losses import (
     policy_gradient_loss,
     token_mean,
 )
-from zest_jax.learning.moments import adamw_8bit
+from zest_jax.learning.moments import Adam8BitState, adamw_8bit
 from zest_jax.learning.packing import Array, Packed
 from zest_jax.models import PolicyConfig, bind
 from zest_jax.models.lora import join
@@ -132,15 +137,7 @@ def cloning_update(
 
     `frozen` is as in `policy_update`.
     """
-    normaliser = _count(batch)
-
-    def loss(policy, micro):
-        logp_RX, entropy_RX = target_log_probs(policy, micro, remat=spec.remat)
-        return cross_entropy(logp_RX, micro.mask_MRX, normaliser), {
-            "entropy": token_mean(entropy_RX, micro.mask_MRX, normaliser)
-        }
-
-    return _step(config, spec, state, batch, loss, frozen)
+    return _step(config, spec, state, batch, _cloning_loss(spec, batch), frozen)
 
 
 def policy_update(
@@ -168,37 +165,13 @@ def policy_update(
 
     Returns:
       The new state and metrics (loss, ratio, clip_fraction, kl_to_sampler, exp_abs_delta, entropy,
-      grad_norm, and kl_to_reference where it is penalised).
+      grad_norm, kl_to_reference where it is penalised, and counts of log-probabilities that are no
+      numbers: `not_finite_logp` of the policy's own, `not_finite_sampler_logp` of the batch's).
 
     Raises:
       ValueError: a weight without a reference.
     """
-    normaliser = _count(batch)
-    if spec.kl_weight and reference is None:
-        raise ValueError("a KL penalty needs a reference to pull toward")
-
-    def loss(policy, micro):
-        logp_RX, entropy_RX = target_log_probs(
-            policy, micro, temperature=spec.temperature, remat=spec.remat
-        )
-        value, metrics = policy_gradient_loss(
-            logp_RX,
-            micro.logp_MRX,
-            advantage_B[micro.owner_MRX],
-            micro.mask_MRX,
-            normaliser,
-            spec.clip_low,
-            spec.clip_high,
-        )
-        if reference is not None and spec.kl_weight:
-            anchored, _ = target_log_probs(
-                bind(config, join(frozen, reference)), micro, temperature=spec.temperature
-            )
-            kl = kl_penalty(logp_RX, anchored, micro.mask_MRX, normaliser, spec.kl_kind)
-            value += spec.kl_weight * kl
-            metrics = metrics | {"kl_to_reference": jax.lax.stop_gradient(kl)}
-        return value, metrics | {"entropy": token_mean(entropy_RX, micro.mask_MRX, normaliser)}
-
+    loss = _policy_loss(config, spec, batch, advantage_B, frozen, reference)
     return _step(config, spec, state, batch, loss, frozen)
 
 
@@ -281,13 +254,99 @@ def proposer_update(
         proposer and anchor began as one policy.
 
     Returns:
-      The new state, the update's metrics, and what `proposer_score` gives.
+      The new state, the update's metrics (`not_finite_loglik` counts likelihoods that are no
+      numbers), and what `proposer_score` gives.
     """
     per_row = proposer_score(anchor_config, advantage, reward, anchor_params, batch, anchor_frozen)
-    state, metrics = policy_update(
-        config, spec, state, batch.proposals, per_row["advantage"], frozen, reference
-    )
+    # A bounded gain would make a finite reward of a likelihood that is none.
+    unread_BC = ~jnp.isfinite(per_row["loglik_BC"]) & batch.signals.valid_BC
+    unread = {"not_finite_loglik": jnp.sum(unread_BC, dtype=jnp.float32)}
+    loss = _policy_loss(config, spec, batch.proposals, per_row["advantage"], frozen, reference)
+    state, metrics = _step(config, spec, state, batch.proposals, loss, frozen, unread)
     return state, metrics, per_row
+
+
+Loss = Callable[[Any, Packed], tuple[jax.Array, Metrics]]
+
+
+def policy_gradients(
+    config: PolicyConfig,
+    spec: UpdateSpec,
+    params: Params,
+    batch: Packed,
+    advantage_B: jax.Array,
+    frozen: Params | None = None,
+    reference: Params | None = None,
+) -> tuple[Metrics, Params]:
+    """Metrics and gradients of `policy_update`, without making it."""
+    loss = _policy_loss(config, spec, batch, advantage_B, frozen, reference)
+    return _gradients(config, params, batch, loss, frozen)
+
+
+def cloning_gradients(
+    config: PolicyConfig,
+    spec: UpdateSpec,
+    params: Params,
+    batch: Packed,
+    frozen: Params | None = None,
+) -> tuple[Metrics, Params]:
+    """Metrics and gradients of `cloning_update`, without making it."""
+    return _gradients(config, params, batch, _cloning_loss(spec, batch), frozen)
+
+
+def _cloning_loss(spec: UpdateSpec, batch: Packed) -> Loss:
+    normaliser = _count(batch)
+
+    def loss(policy: Any, micro: Packed) -> tuple[jax.Array, Metrics]:
+        logp_RX, entropy_RX = target_log_probs(policy, micro, remat=spec.remat)
+        return cross_entropy(logp_RX, micro.mask_MRX, normaliser), {
+            "entropy": token_mean(entropy_RX, micro.mask_MRX, normaliser),
+            "not_finite_logp": _not_finite(logp_RX, micro.mask_MRX),
+        }
+
+    return loss
+
+
+def _policy_loss(
+    config: PolicyConfig,
+    spec: UpdateSpec,
+    batch: Packed,
+    advantage_B: jax.Array,
+    frozen: Params | None,
+    reference: Params | None,
+) -> Loss:
+    normaliser = _count(batch)
+    if spec.kl_weight and reference is None:
+        raise ValueError("a KL penalty needs a reference to pull toward")
+
+    def loss(policy: Any, micro: Packed) -> tuple[jax.Array, Metrics]:
+        logp_RX, entropy_RX = target_log_probs(
+            policy, micro, temperature=spec.temperature, remat=spec.remat
+        )
+        value, metrics = policy_gradient_loss(
+            logp_RX,
+            micro.logp_MRX,
+            advantage_B[micro.owner_MRX],
+            micro.mask_MRX,
+            normaliser,
+            spec.clip_low,
+            spec.clip_high,
+        )
+        if reference is not None and spec.kl_weight:
+            anchored, _ = target_log_probs(
+                bind(config, join(frozen, reference)), micro, temperature=spec.temperature
+            )
+            kl = kl_penalty(logp_RX, anchored, micro.mask_MRX, normaliser, spec.kl_kind)
+            value += spec.kl_weight * kl
+            metrics = metrics | {"kl_to_reference": jax.lax.stop_gradient(kl)}
+        return value, metrics | {
+            "entropy": token_mean(entropy_RX, micro.mask_MRX, normaliser),
+            # Ratios are bounded, so that an infinite log-probability would leave the loss finite.
+            "not_finite_logp": _not_finite(logp_RX, micro.mask_MRX),
+            "not_finite_sampler_logp": _not_finite(micro.logp_MRX, micro.mask_MRX),
+        }
+
+    return loss
 
 
 def _step(
@@ -295,33 +354,65 @@ def _step(
     spec: UpdateSpec,
     state: TrainState,
     batch: Packed,
-    loss: Callable,
+    loss: Loss,
     frozen: Params | None,
+    unread: Metrics | None = None,
 ) -> tuple[TrainState, Metrics]:
-    """Adds up loss, metrics and gradients over the micro-batches, then applies the optimiser."""
+    """One optimiser step, where loss and gradient norm are finite and no `not_finite_*` of the
+    metrics (`unread` among them) counts anything; else the state as it is."""
+    metrics, grads = _gradients(config, state.params, batch, loss, frozen)
+    metrics |= unread or {}
+    sound = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
+    for name, value in metrics.items():
+        if name.startswith("not_finite"):
+            sound &= value == 0
+    updates, opt_state = spec.optimizer().update(
+        grads, state.opt_state, state.params, applies=sound
+    )
+    params = optax.apply_updates(state.params, updates)
+    return _chosen(sound, TrainState(params, opt_state, state.step + 1), state), metrics
 
-    def value(params, micro):
+
+def _chosen(sound: jax.Array, new: TrainState, old: TrainState) -> TrainState:
+    """The new state where the update is sound, else the old one."""
+
+    def one(new: Any, old: Any) -> Any:
+        # 8-bit moments choose for themselves, a layer at a time: chosen here, a second copy of
+        # them would have to wait for the end of their loop.
+        return new if isinstance(new, Adam8BitState) else jnp.where(sound, new, old)
+
+    return jax.tree.map(one, new, old, is_leaf=lambda x: isinstance(x, Adam8BitState))
+
+
+def _gradients(
+    config: PolicyConfig, params: Params, batch: Packed, loss: Loss, frozen: Params | None
+) -> tuple[Metrics, Params]:
+    """Metrics (with `loss` and `grad_norm`) and gradients, added up over the micro-batches."""
+
+    def value(params: Params, micro: Packed) -> tuple[jax.Array, Metrics]:
         return loss(bind(config, join(frozen, params)), micro)
 
     value_and_grad = jax.value_and_grad(value, has_aux=True)
     rows = as_rows(batch)
     micro_0 = jax.tree.map(lambda x: x[0], rows)
     if len(batch.ids_MRL) == 1:  # nothing to add up: no loop and no second copy of the gradient
-        total = value_and_grad(state.params, micro_0)
+        total = value_and_grad(params, micro_0)
     else:
 
-        def add(i, total):
+        def add(i: jax.Array, total: Any) -> Any:
             micro = jax.tree.map(lambda x: x[i], rows)
-            return jax.tree.map(jnp.add, total, value_and_grad(state.params, micro))
+            return jax.tree.map(jnp.add, total, value_and_grad(params, micro))
 
-        shapes = jax.eval_shape(value_and_grad, state.params, micro_0)
+        shapes = jax.eval_shape(value_and_grad, params, micro_0)
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         total = jax.lax.fori_loop(0, batch.micro_batches, add, zeros)
     (value_sum, metrics), grads = total
-    updates, opt_state = spec.optimizer().update(grads, state.opt_state, state.params)
-    params = optax.apply_updates(state.params, updates)
-    metrics = metrics | {"loss": value_sum, "grad_norm": optax.tree.norm(grads)}
-    return TrainState(params, opt_state, state.step + 1), metrics
+    return metrics | {"loss": value_sum, "grad_norm": optax.tree.norm(grads)}, grads
+
+
+def _not_finite(value_RX: jax.Array, mask_RX: jax.Array) -> jax.Array:
+    """How many values at targets are no numbers; counts add up over micro-batches."""
+    return jnp.sum(~jnp.isfinite(value_RX) & (mask_RX != 0), dtype=jnp.float32)
 
 
 def _matrices(params: Params) -> Any:
