@@ -252,6 +252,19 @@ def get_config() -> ConfigDict:
     c.checkpoint.every = 20  # updates between checkpoints (and at the end of every phase)
     c.checkpoint.keep = 2  # newest checkpoints kept
 
+    c.guards = ConfigDict()  # warnings (docs/guards.md); a bound of 0 turns its warning off
+    c.guards.steps = 20  # steps that a warning looks back on, N
+    c.guards.again = 100  # steps before the same warning is given again
+    c.guards.reward_spread = 1e-6  # a mean reward that moved no more than this in N steps
+    c.guards.kl = 0.2  # KL to the sampling policy, nats per token
+    c.guards.kl_to_reference = 1.0  # KL to the reference of the penalty, nats per token
+    c.guards.length_ratio = 2.0  # episodes so many times as long as at first, or as short
+    c.guards.valid_share = 0.5  # the valid share, over its best
+    c.guards.same_groups = 0.9  # share of groups all wrong, or all right, in each of N steps
+    c.guards.entropy = 0.01  # nats per token
+    c.guards.mismatch = 1.1  # exp of the difference between sampler's and trainer's log-probability
+    c.guards.hit_limit = 0.5  # share of episodes that a limit cut off
+
     c.log = ConfigDict()
     c.log.rollouts_every = 10  # steps between samples of rollouts in the workdir
 

@@ -15,7 +15,7 @@ import numpy as np
 from zest_jax.models.policy import Params
 from zest_jax.rollout.sampler import Sampler
 from zest_jax.rollout.trajectories import Finish, Trajectories
-from zest_jax.statistics import bootstrap_ci
+from zest_jax.statistics import bootstrap_ci, paired_bootstrap_ci
 from zest_jax.tasks.episodes import turns_of
 from zest_jax.tasks.types import Task
 from zest_jax.text import cover_exact_match, exact_match, token_f1
@@ -182,6 +182,36 @@ def flat_metrics(summary: dict[str, Any], prefix: str = "eval") -> dict[str, flo
     for hops, means in summary["by_hop"].items():
         out |= {f"{prefix}/{name}_hop{hops}": means[name] for name in ("em", "searches")}
     return out
+
+
+def heldout(
+    before: tuple[dict[str, Any], Sequence[Answered]],
+    after: tuple[dict[str, Any], Sequence[Answered]],
+    draws: int,
+) -> dict[str, Any]:
+    """How a run's solver answers the held-out questions, before and after it.
+
+    Args:
+      before: the summary (`summarise`) and the answers that it is of.
+      after: likewise, of the same questions in the same order.
+      draws: of the bootstrap.
+    """
+    em_before, em_after = (np.array([a.em for a in answers]) for _, answers in (before, after))
+    return {
+        "before": before[0],
+        "after": after[0],
+        "gain": float(np.mean(em_after - em_before)),
+        "gain_ci95": list(paired_bootstrap_ci(em_before, em_after, draws=draws)),
+    }
+
+
+def gain_sentence(heldout: dict[str, Any]) -> str:
+    """The change of exact match, of what `heldout` gives."""
+    (low, high), gain = heldout["gain_ci95"], heldout["gain"]
+    return (
+        f"held-out EM {heldout['before']['em']:.3f} -> {heldout['after']['em']:.3f} "
+        f"(gain {gain:+.3f}, 95 % from {low:+.3f} to {high:+.3f})"
+    )
 
 
 def _means(answered: Sequence[Answered]) -> dict[str, Any]:

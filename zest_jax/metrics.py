@@ -5,7 +5,8 @@ keys are "WHO/WHAT" or "WHO/WHAT_WHICH" ("proposer/reward_hop2"); WORKSPACE.md l
 
 Numbers that are not finite: in a metric that an update depends on (its name after the slash is
 "loss", "grad_norm" or "kl", or ends in "_loss", "_grad_norm" or "_kl") they stop the run, after the
-record is written; anywhere else (a mean over nothing, say) they are written as null.
+record is written, and so does a count of what was not finite (a name that begins with "not_finite")
+above 0; anywhere else (a mean over nothing, say) they are written as null.
 """
 
 from __future__ import annotations
@@ -18,8 +19,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
 from tensorboardX import summary
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
@@ -72,7 +71,7 @@ class MetricsWriter:
           The record as written.
 
         Raises:
-          NonFiniteError: a guarded metric is not finite.
+          NonFiniteError: see `not_finite`.
         """
         numbers = {key: float(value) for key, value in scalars.items()}
         finite = {key: x if math.isfinite(x) else None for key, x in numbers.items()}
@@ -81,11 +80,10 @@ class MetricsWriter:
         self._file.flush()
         self.count += 1
         self._board.write(step, {key: x for key, x in finite.items() if x is not None})
-        bad = {key: x for key, x in numbers.items() if not math.isfinite(x) and _guarded(key)}
+        bad = not_finite(numbers)
         if bad:
             self.sync()
-            told = ", ".join(f"{key} = {x}" for key, x in bad.items())
-            raise NonFiniteError(f"step {step}, phase {phase}: {told}")
+            raise NonFiniteError(f"step {step}, phase {phase}: {told(bad)}")
         return record
 
     def sync(self) -> None:
@@ -195,18 +193,26 @@ class Stopwatch:
         self._since = now
 
 
+def not_finite(scalars: Mapping[str, Any]) -> dict[str, float]:
+    """Those of the metrics that stop a run: guarded ones that are no number, and counts above 0 of
+    what was none."""
+    numbers = {key: float(value) for key, value in scalars.items()}
+    return {
+        key: x
+        for key, x in numbers.items()
+        if (_counts(key) and x != 0) or (_guarded(key) and not math.isfinite(x))
+    }
+
+
+def told(metrics: Mapping[str, float]) -> str:
+    """Metrics and their values in a line."""
+    return ", ".join(f"{key} = {x:g}" for key, x in metrics.items())
+
+
+def _counts(key: str) -> bool:
+    return key.rsplit("/", 1)[-1].startswith("not_finite")
+
+
 def _guarded(key: str) -> bool:
     name = key.rsplit("/", 1)[-1]
     return name in GUARDED or name.endswith(tuple(f"_{each}" for each in GUARDED))
-
-
-@contextmanager
-def kept_if_not_finite(workdir: workdir_lib.Workdir, batch: Any) -> Iterator[None]:
-    """Saves the batch of an update that was not finite before the run stops."""
-    try:
-        yield
-    except NonFiniteError:
-        leaves = jax.tree_util.tree_leaves_with_path(batch)
-        named: dict[str, Any] = {jax.tree_util.keystr(p): np.asarray(x) for p, x in leaves}
-        np.savez(workdir.path / "not_finite.npz", **named)
-        raise

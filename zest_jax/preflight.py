@@ -292,6 +292,7 @@ def check_numbers(config: Any) -> None:
             words = f"at least {low}" if high == math.inf else words
             words = "below 1" if field == "training.b2" else words
             raise UserError(f"config field {field}={flat[field]} must be {words}.")
+    check_guards(config.guards)
     g = config.gates
     for what in ("words", "characters"):
         if g[f"min_{what}"] > g[f"max_{what}"]:
@@ -302,6 +303,38 @@ def check_numbers(config: Any) -> None:
             f"config field solver_reward.structure_score={r.structure_score} must be below 0.5: a "
             "right answer must stay worth more than a well-formed one."
         )
+
+
+def check_guards(guards: Any) -> None:
+    """Refuses bounds at which a warning would be given always or never.
+
+    Raises:
+      UserError: the first field that is off, and what it may be.
+    """
+    for field, least in (("steps", 2), ("again", 1)):
+        if guards[field] < least:
+            raise UserError(
+                f"config field guards.{field}={guards[field]} must be at least {least}."
+            )
+    for field in ("reward_spread", "kl", "kl_to_reference", "entropy"):
+        if guards[field] < 0:
+            raise UserError(
+                f"config field guards.{field}={guards[field]} must be above 0, or 0 for no warning."
+            )
+    for field in ("length_ratio", "mismatch"):
+        if guards[field] and guards[field] <= 1:
+            raise UserError(
+                f"config field guards.{field}={guards[field]} must be above 1 (which is no "
+                "difference), or 0 for no warning."
+            )
+    for field in ("valid_share", "same_groups", "hit_limit"):
+        most = "below 1" if field == "valid_share" else "at most 1"
+        beyond = guards[field] >= 1 if field == "valid_share" else guards[field] > 1
+        if guards[field] < 0 or beyond:
+            raise UserError(
+                f"config field guards.{field}={guards[field]} must be above 0 and {most}, or 0 for "
+                "no warning."
+            )
 
 
 def check_schedule(config: Any) -> None:

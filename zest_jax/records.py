@@ -66,7 +66,9 @@ def proposer_metrics(
     } | finish_metrics("proposer", episodes)
     for reason, count in collections.Counter(p.reason for p in proposed if p.reason).items():
         record[f"proposer/refused_{reason.replace(' ', '_')}"] = count / len(proposed)
-    return record | update_metrics("proposer", values)
+    # A frozen proposer has no update that would have counted them.
+    unread = int((~np.isfinite(per_row["loglik_BC"]) & valid_BC).sum())
+    return record | update_metrics("proposer", {"not_finite_loglik": unread, **values})
 
 
 def _grounded(proposal: Proposal) -> float:
@@ -126,9 +128,8 @@ def solver_metrics(
     episodes: Trajectories,
     outcomes: Sequence[Outcome],
     reward_B: np.ndarray,
-    values: Mapping[str, Any],
 ) -> dict[str, float]:
-    """Metrics of one solver step; of the update only where there was one."""
+    """Metrics of one solver step but for its update."""
     group = len(outcomes[0].y_G)
     hops_B = np.repeat([t.hops for t in tasks], group)
     y_B = np.concatenate([o.y_G for o in outcomes])
@@ -152,14 +153,16 @@ def solver_metrics(
         of_B = hops_B == hops
         record[f"solver/em_hop{hops}"] = float(y_B[of_B].mean())
         record[f"solver/searches_hop{hops}"] = float(searches_B[of_B].mean())
-    return record | update_metrics("solver", values)
+    return record
 
 
 def finish_metrics(role: str, episodes: Trajectories) -> dict[str, float]:
-    """Why the episodes of a step ended, as shares of them."""
+    """How long the episodes of a step are (tokens that the policy wrote), and why they ended, as
+    shares of them."""
     finish_N = np.asarray(episodes.finish_N)
     shares = {reason: float(np.mean(finish_N == reason)) for reason in Finish}
     return {
+        f"{role}/length": float(np.asarray(episodes.mask_NL).sum(axis=1).mean()),
         f"{role}/hit_limit": shares[Finish.TOO_LONG] + shares[Finish.OUT_OF_TURNS],
         f"{role}/finish_too_long": shares[Finish.TOO_LONG],
         f"{role}/finish_out_of_turns": shares[Finish.OUT_OF_TURNS],
@@ -176,9 +179,14 @@ def rollout_metrics(role: str, counters: Mapping[str, float]) -> dict[str, float
 
 
 def update_metrics(role: str, values: Mapping[str, Any]) -> dict[str, float]:
-    """The update's own metrics under their public names."""
+    """The update's own metrics under their public names; counts of what was not finite only where
+    there was any."""
     names = {"kl_to_sampler": "kl"}
-    return {f"{role}/{names.get(name, name)}": float(value) for name, value in values.items()}
+    return {
+        f"{role}/{names.get(name, name)}": float(value)
+        for name, value in values.items()
+        if value != 0 or not name.startswith("not_finite")
+    }
 
 
 def _mean(values: Any) -> float:

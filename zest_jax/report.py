@@ -3,10 +3,10 @@
 `write_report` takes three things: a summary, the metrics and some traces.
 
 Summary: a nested dict; `REQUIRED` lists what must be in it. Further keys go into report.json as
-they are. Some are shown: "title", "notes" (sentences) and, under heldout.before and heldout.after,
-"f1", "valid", "em_sampled" and "by_hop" ({"1": {"em", "f1", "searches", "valid", "count"}, …}); and
-"behaviour" (`behaviour.compare`). Where the metrics speak of a teacher, "teacher" is added to it
-(`teachers.evidence.totals`).
+they are. Some are shown: "title", "notes" (sentences), "warnings" (of `guards.Warned`) and, under
+heldout.before and heldout.after, "f1", "valid", "em_sampled" and "by_hop" ({"1": {"em", "f1",
+"searches", "valid", "count"}, …}); and "behaviour" (`behaviour.compare`). Where the metrics speak
+of a teacher, "teacher" is added to it (`teachers.evidence.totals`).
 
 Traces, either of (all but "kind" may be missing):
   {"kind": "solver", "label": "after iteration 2", "question", "golden_answers": […], "answer",
@@ -136,6 +136,12 @@ CHARTS = (
     Chart("KL to the reference", ("solver/kl_to_reference", "proposer/kl_to_reference")),
     Chart("Entropy", ("solver/entropy", "proposer/entropy"), "nats per token"),
     Chart("Out of room", ("solver/hit_limit", "proposer/hit_limit"), "cut off by a length limit"),
+    Chart("Tokens of an episode", ("solver/length", "proposer/length"), "written by the policy"),
+    Chart(
+        "Seconds of a step",
+        ("time/step", "time/rollout", "time/update", "time/compile", "time/slowest_process"),
+        "compiling is part of the rollout or the update that it was for",
+    ),
 )
 
 
@@ -191,6 +197,7 @@ def render(
         high=heldout["gain_ci95"][1],
         hops=_by_hop(heldout),
         behaviour=summary.get("behaviour"),
+        warnings=summary.get("warnings", []),
         teacher=summary.get("teacher"),
         charts=drawn,
         more_charts=rest,

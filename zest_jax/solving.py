@@ -209,9 +209,12 @@ class Solving:
     def batches(self, attempts: Attempts, advantage_N: np.ndarray) -> Iterator[Packed]:
         """The rollouts that carry a gradient, packed; in as many batches as there are updates.
 
-        A group without contrast has no advantage, and is dropped.
+        A group without contrast has no advantage, and is dropped; not so a rollout with a
+        log-probability that is no number, at which the update stops.
         """
-        keep = np.flatnonzero(advantage_N)
+        count, episodes = attempts.episodes.count, attempts.episodes
+        unread_NL = ~np.isfinite(episodes.logp_NL) & np.asarray(episodes.mask_NL)
+        keep = np.flatnonzero((advantage_N[:count] != 0) | unread_NL.any(axis=1))
         for part in np.array_split(keep, self.config.solver.updates_per_batch):
             if len(part):
                 rows = part.tolist()

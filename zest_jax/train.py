@@ -28,22 +28,24 @@ from zest_jax.checkpoint import Checkpoints
 from zest_jax.config import config_hash
 from zest_jax.errors import UserError
 from zest_jax.fallback import build_fallback
+from zest_jax.guards import Guards
 from zest_jax.learning import updates
 from zest_jax.learning.packing import Item, pack
-from zest_jax.metrics import MetricsWriter, Stopwatch, kept_if_not_finite, read_metrics
+from zest_jax.metrics import MetricsWriter, Stopwatch, read_metrics
 from zest_jax.models.policy import Params
+from zest_jax.not_finite import Tried, keep_tried
 from zest_jax.progress import Progress
 from zest_jax.proposing import Probe, Proposing
 from zest_jax.report import write_report
 from zest_jax.rewards.terms import NEEDS_DIFFICULTY, needs, proposer_reward
 from zest_jax.solving import Attempts, Solving
-from zest_jax.statistics import paired_bootstrap_ci
 from zest_jax.tasks import cloning, proposals
 from zest_jax.tasks.question_quality import Oracle
 from zest_jax.tasks.refill import REFILLS, Pool, Shelf
 from zest_jax.tasks.seeds import Proposal
 from zest_jax.tasks.sources import TaskSource
 from zest_jax.tasks.types import Task, read_tasks, task_to_line
+from zest_jax.timing import StepTimes
 from zest_jax.traces import for_report
 from zest_jax.tracing import TraceCounter
 from zest_jax.workdir import Workdir
@@ -52,7 +54,7 @@ from zest_jax.workdir import Workdir
 def main(config: Any, workdir_path: str) -> None:
     """One run, from its config to its report, in a workdir that is its own."""
     with Workdir(workdir_path) as workdir:
-        workdir.claim(config, may_differ=("log", "checkpoint"))
+        workdir.claim(config, may_differ=("log", "checkpoint", "guards"))
         with Progress(log=workdir.log) as progress:
             run(config, workdir, progress)
 
@@ -154,6 +156,13 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
     watch.add("start", time.perf_counter() - begun)
     resumed = checkpoints.latest is not None
     metrics = MetricsWriter(workdir, host["step"] if resumed else None, host["records"])
+    guards = Guards(c.guards, read_metrics(workdir.metrics_jsonl))
+    times = StepTimes(watch)
+    attempt = times.part("rollout", solving.attempt)
+    propose: Any = proposing and times.part("rollout", proposing.propose)
+    cloning_step, solver_update, proposer_update = (
+        times.part("update", step) for step in (cloning_step, solver_update, proposer_update)
+    )
     for log in ("proposals.jsonl", "episodes.jsonl", "rewards.jsonl"):
         workdir_lib.truncate_after(workdir.rollouts / log, host["step"])
 
@@ -181,10 +190,22 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
         """
         host["step"] += 1
         host["phase_step"] += 1
+        warned = guards.see(host["step"], record)
+        record |= times.lap() | {"guards/warnings": len(warned)}
         metrics.write(host["step"], phase, record)
         bar.advance(**shown)
+        for warning in warned:
+            say(warning.text)
         if host["phase_step"] % c.checkpoint.every == 0 and not ends:
             save()
+
+    def stop_if_not_finite(record: dict[str, float], batch: Any, advantage_N: Any = None) -> None:
+        """Ends the run at an update that was not finite, and so not made; keeps what replays it."""
+        kind = phases[host["phase"]].kind
+        tried = Tried(host["step"] + 1, kind, record, batch, advantage_N)
+        if tried.bad:
+            keep_tried(workdir, c, tried, state, host, say)
+            metrics.write(tried.step, kind, record)  # raises
 
     # ------------------------------------------------------------------------------------------
     # Held-out questions
@@ -218,11 +239,8 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
         summary["em_sampled"] = float(np.mean([a.em for a in answered["sampled"]]))
         if params is None:
             return summary, answered["greedy"]
-        metrics.write(
-            host["step"],
-            "eval",
-            evaluation.flat_metrics(summary) | {"eval/em_sampled": summary["em_sampled"]},
-        )
+        flat = evaluation.flat_metrics(summary) | {"eval/em_sampled": summary["em_sampled"]}
+        metrics.write(host["step"], "eval", flat)
         say(
             f"held out ({name}): EM {summary['em']:.3f}, sampled {summary['em_sampled']:.3f}, "
             f"F1 {summary['f1']:.3f}, searches {summary['searches']:.2f}"
@@ -245,10 +263,10 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
                     parts.atlas, mix, w.sequences, rng("warm start")
                 )
                 items = cloning.episode_items(scripted, parts.solver.encode)
-            state["solver"], values = cloning_step(
-                state["solver"], pack(items, packs["warm_start"]), frozen
-            )
-            record = {f"warm_start/{name}": float(value) for name, value in values.items()}
+            batch = pack(items, packs["warm_start"])
+            state["solver"], values = cloning_step(state["solver"], batch, frozen)
+            record = records.update_metrics("warm_start", values)
+            stop_if_not_finite(record, batch)
             stop = False
             if (step + 1) % w.stop_every == 0:
                 solver = parts.solver.whole(state["solver"].params)
@@ -291,16 +309,15 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
             return Probe((), np.zeros(0), c.probe.rollouts)
         tasks = [proposals.task_of(proposed[i], f"probe-{i}", iteration) for i in asked]
         with watch("probe"):
-            attempts = solving.attempt(
+            attempts = attempt(
                 whole(c.probe.model), tasks, c.probe.rollouts, key("probe"), c.probe.temperature
             )
         return Probe(asked, attempts.right, c.probe.rollouts)
 
     def update_proposer(
         episodes: Any, proposed: list[Proposal], probed: Probe | None, phase: assembly.Phase
-    ) -> tuple[dict[str, float], Any]:
-        """One update from judged proposals, unless the proposer is frozen: metrics, and the
-        batch."""
+    ) -> dict[str, float]:
+        """One update from judged proposals, unless the proposer is frozen: its metrics."""
         assert proposing is not None and proposer is not None
         order = np.arange(len(proposed))
         if c.control.shuffle_rewards:
@@ -319,6 +336,7 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
         values, per_row = jax.device_get((values, per_row))
         per_row, signals = jax.tree.map(lambda x: x[: len(proposed)], (per_row, batch.signals))
         record = records.proposer_metrics(proposed, episodes, values, per_row, signals)
+        stop_if_not_finite(record, batch)
         record |= records.rollout_metrics("proposer", proposing.sampler.counters)
         record |= proposing.stage_metrics()
         if oracle is not None:
@@ -326,10 +344,10 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
         if host["phase_step"] % c.log.rollouts_every == 0:
             lines = proposing.lines(episodes, proposed, per_row, signals.valid_BC)
             write_rollouts("proposals.jsonl", phase.iteration, lines)
-        return record, batch
+        return record
 
-    def update_solver(attempts: Attempts, iteration: int) -> tuple[dict[str, float], Any]:
-        """One step from a solver's rollouts: its metrics, and the last batch."""
+    def update_solver(attempts: Attempts, iteration: int) -> dict[str, float]:
+        """One step from a solver's rollouts: its metrics."""
         with watch("teacher"):
             attempts = solving.paid(attempts)
         reward_N = attempts.reward_N
@@ -344,16 +362,15 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
         if attempts.scale_N is not None:
             scale[:count] = attempts.scale_N
         advantage_N = np.asarray(advantages(padded, keys, scale, np.arange(size) < count))
-        values: dict[str, Any] = {}
-        batch = None
+        record = records.solver_metrics(
+            attempts.tasks, attempts.episodes, attempts.outcomes, attempts.reward_N
+        )
         for batch in solving.batches(attempts, advantage_N):
             state["solver"], values = solver_update(
                 state["solver"], batch, advantage_N, frozen, reference("solver")
             )
-        values = jax.device_get(values)
-        record = records.solver_metrics(
-            attempts.tasks, attempts.episodes, attempts.outcomes, attempts.reward_N, values
-        )
+            record |= records.update_metrics("solver", jax.device_get(values))
+            stop_if_not_finite(record, batch, advantage_N)
         record |= records.rollout_metrics("solver", solver_sampler.counters)
         record |= attempts.notes
         if attempts.lines:
@@ -361,7 +378,7 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
         if host["phase_step"] % c.log.rollouts_every == 0:
             lines = solving.lines(attempts, advantage_N)
             write_rollouts("episodes.jsonl", iteration, lines)
-        return record, batch
+        return record
 
     # ------------------------------------------------------------------------------------------
     # Iterated: the proposer alone, paid by its terms
@@ -373,20 +390,16 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
                 whole(proposer), c.proposer.seeds_per_step, rng("chains"), key("stages"),
                 c.source.rounds,
             )  # fmt: skip
-            episodes, proposed = proposing.propose(
+            episodes, proposed = propose(
                 whole(proposer), seeds, key("propose"), rng("gates"), c.proposer.samples,
                 whole("anchor"),
             )  # fmt: skip
             probed = probe(proposed, phase.iteration)
-            record, batch = update_proposer(episodes, proposed, probed, phase)
-            with kept_if_not_finite(workdir, batch):
-                advance(
-                    bar,
-                    record,
-                    "proposer",
-                    reward=record["proposer/reward"],
-                    valid=record["proposer/valid"],
-                )
+            record = update_proposer(episodes, proposed, probed, phase)
+            advance(
+                bar, record, "proposer",
+                reward=record["proposer/reward"], valid=record["proposer/valid"],
+            )  # fmt: skip
 
     # ------------------------------------------------------------------------------------------
     # Iterated: the proposer's questions become the solver's tasks
@@ -443,12 +456,9 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
         while host["phase_step"] < phase.steps:
             at = host["phase_step"] * per_step + np.arange(per_step)
             chosen = [tasks[i] for i in order[at % len(tasks)]]
-            attempts = solving.attempt(
-                whole("solver"), chosen, group, key("solve"), c.solver.temperature
-            )
-            record, batch = update_solver(attempts, phase.iteration)
-            with kept_if_not_finite(workdir, batch):
-                advance(bar, record, "solver", em=record["solver/em"])
+            attempts = attempt(whole("solver"), chosen, group, key("solve"), c.solver.temperature)
+            record = update_solver(attempts, phase.iteration)
+            advance(bar, record, "solver", em=record["solver/em"])
 
     # ------------------------------------------------------------------------------------------
     # Online: both roles in every step; the solver's rollouts are the proposer's probe
@@ -464,7 +474,7 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
         )  # fmt: skip
         if not seeds:
             return None, [], [], []
-        episodes, proposed = proposing.propose(
+        episodes, proposed = propose(
             whole(proposer), seeds, key(word), rng(f"gates to {word}"), c.proposer.samples,
             whole("solver"), beside,
         )  # fmt: skip
@@ -492,7 +502,7 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
             refilled = REFILLS.find(c.refill.kind)(c.solver.tasks_per_step - len(tasks), shelf)
             attempts = None
             if tasks or refilled:
-                attempts = solving.attempt(
+                attempts = attempt(
                     whole("solver"), [*tasks, *refilled], c.solver.group_size, key("solve"),
                     c.solver.temperature,
                 )  # fmt: skip
@@ -500,17 +510,15 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
                     pool.add(task, right / c.solver.group_size)
             right = np.zeros(0) if attempts is None else attempts.right[: len(tasks)]
             probed = Probe(asked, right, c.solver.group_size)
-            record, batch = update_proposer(episodes, proposed, probed, phase)
+            record = update_proposer(episodes, proposed, probed, phase)
             # Stages are those of the step, not of what took refused questions' place.
             record |= staged | {"proposer/refilled": len(refilled) / c.solver.tasks_per_step}
             if attempts is not None:
-                more_record, batch = update_solver(attempts, phase.iteration)
-                record |= more_record
-            with kept_if_not_finite(workdir, batch):
-                advance(
-                    bar, record, "online",
-                    valid=record["proposer/valid"], em=record.get("solver/em", 0.0),
-                )  # fmt: skip
+                record |= update_solver(attempts, phase.iteration)
+            advance(
+                bar, record, "online",
+                valid=record["proposer/valid"], em=record.get("solver/em", 0.0),
+            )  # fmt: skip
 
     # ------------------------------------------------------------------------------------------
     # The run
@@ -556,22 +564,14 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
         # The report
         # --------------------------------------------------------------------------------------
         if c.schedule.iterations:
-            before, answers_before = evaluated.get("iteration_0") or evaluate("iteration_0", None)
-            after, answers_after = evaluated[f"iteration_{c.schedule.iterations}"]
-            em_before = np.array([a.em for a in answers_before])
-            em_after = np.array([a.em for a in answers_after])
-            low, high = paired_bootstrap_ci(em_before, em_after, draws=c.evaluation.draws)
-            gain = float(np.mean(em_after - em_before))
+            before = evaluated.get("iteration_0") or evaluate("iteration_0", None)
+            after = evaluated[f"iteration_{c.schedule.iterations}"]
+            heldout = evaluation.heldout(before, after, c.evaluation.draws)
             summary = {
                 "title": f"{c.method} on {world.name}",
                 "notes": assembly.notes(c, world),
-                "heldout": {
-                    "before": before,
-                    "after": after,
-                    "gain": gain,
-                    "gain_ci95": [low, high],
-                },
-                "behaviour": behaviour.compare(answers_before, answers_after, c.evaluation.draws),
+                "heldout": heldout,
+                "behaviour": behaviour.compare(before[1], after[1], c.evaluation.draws),
                 "wall_seconds": watch.seconds,
                 "seconds_of_this_start": time.perf_counter() - begun,
                 "device": device,
@@ -581,14 +581,12 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
                 "parameters": size,
                 "proposer_parameters": parts.proposer.size,
                 "seed": c.seed,
+                "warnings": [dataclasses.asdict(each) for each in guards.told],
             }
             shown = for_report(workdir.rollouts)
             metrics.sync()
             write_report(workdir, summary, read_metrics(workdir.metrics_jsonl), shown)
-            say(
-                f"held-out EM {before['em']:.3f} -> {after['em']:.3f} (gain {gain:+.3f}, "
-                f"95 % from {low:+.3f} to {high:+.3f}); see {workdir.report_html}"
-            )
+            say(f"{evaluation.gain_sentence(heldout)}; see {workdir.report_html}")
 
 
 entry = cli.program(main)
