@@ -69,8 +69,9 @@ def numbers(workdir: Path) -> dict:
 
 
 def records(workdir: Path) -> list[dict]:
+    """The metrics but for the time, and how long things took."""
     return [
-        {k: v for k, v in record.items() if k != "time"}
+        {k: v for k, v in record.items() if k != "time" and not k.startswith("time/")}
         for record in read_jsonl(workdir / "metrics.jsonl")
     ]
 

@@ -161,11 +161,12 @@ def test_the_control_pays_the_wrong_proposals(place, finished_run, tmp_path):
         np.testing.assert_allclose(logged, expected, atol=1e-5)
 
 
-def test_a_loss_that_is_no_number_stops_the_run(place, finished_run, tmp_path):
+def test_a_loss_that_is_no_number_stops_the_run_and_can_be_replayed(place, finished_run, tmp_path):
     folder = tmp_path / "broken"
     source = json.loads((finished_run / "config.json").read_text("utf-8"))["policy"]["folder"]
     policy, params = load_pretrained(policy_folder(source))
-    params["final_norm_D"] = params["final_norm_D"] * np.nan
+    blocks = params["blocks"]
+    params["blocks"] = blocks | {"down_FD": blocks["down_FD"].at[2, 5, 3].set(jnp.nan)}
     save_pretrained(policy, jax.device_get(params), folder)
     for path in (finished_run.parent / "world" / "tokenizer").iterdir():
         shutil.copy(path, folder)
@@ -174,15 +175,24 @@ def test_a_loss_that_is_no_number_stops_the_run(place, finished_run, tmp_path):
     done = place.run(place.arguments(workdir, *more))
     assert done.returncode == 1
     assert "NonFiniteError: step 1, phase proposer: " in done.stderr
-    assert "proposer/loss = nan" in done.stderr
-    with np.load(workdir / "not_finite.npz") as kept:
-        assert kept[".proposals.ids_MRL"].any() and ".contexts.ids_MRL" in kept
+    assert "proposer/loss = nan" in done.stderr and "zest_jax.replay" in done.stderr
     # The update is in no checkpoint, and its record says which metrics were no numbers.
     assert [path.name for path in (workdir / "checkpoints").iterdir()] == ["1"]
     last = list(read_jsonl(workdir / "metrics.jsonl"))[-1]
     assert last["step"] == 1 and last["proposer/loss"] is None
+    assert last["proposer/not_finite_logp"] > 0
     assert not math.isnan(last["proposer/valid"])
     assert not (workdir / "report.json").exists()
+
+    dump = tmp_path / "found.json"
+    done = place.run([f"--workdir={workdir}", f"--dump={dump}"], program="replay")
+    assert done.returncode == 0, done.stderr
+    assert "not finite before the update, first blocks/down_FD, layer 2 (1 of" in done.stdout
+    found = json.loads(dump.read_text("utf-8"))
+    broken = {(x["where"], x["leaf"], x["layer"]) for x in found["weights"] if x["not_finite"]}
+    assert broken == {(w, "blocks/down_FD", 2) for w in ("proposer's weights", "anchor")}
+    assert found["metrics"]["loss"] == "nan" and found["what"]["role"] == "proposer"
+    assert {x["rollout"] for x in found["policy"]} == set(range(6))  # every proposal of the step
 
 
 def test_the_memory_plan_is_left_and_told(finished_run):
