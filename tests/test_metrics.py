@@ -42,6 +42,16 @@ def test_a_guarded_metric_that_is_no_number_stops_the_run(workdir, key, value):
     assert record[key] is None and record["solver/reward"] == 0.5
 
 
+def test_a_count_of_what_was_not_finite_stops_the_run_where_there_is_any(workdir):
+    with MetricsWriter(workdir) as writer:
+        writer.write(1, "solver", {"solver/not_finite_logp": 0.0, "solver/em_hop2": np.nan})
+        with pytest.raises(
+            NonFiniteError, match="step 2, phase solver: solver/not_finite_logp = 3"
+        ):
+            writer.write(2, "solver", {"solver/not_finite_logp": 3.0, "solver/loss": 0.5})
+    assert [r["step"] for r in metrics_lib.read_metrics(workdir.metrics_jsonl)] == [1, 2]
+
+
 def test_resume_drops_later_steps(workdir):
     with MetricsWriter(workdir) as writer:
         for step in range(5):

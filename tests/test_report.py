@@ -129,6 +129,16 @@ def test_a_missing_number_is_named(tmp_path, path):
         report_lib.write_report(workdir, summary, METRICS)
 
 
+def test_warnings_are_listed(tmp_path, written):
+    assert "Warnings" not in written[1]
+    text = "warning, step 40: solver/kl was 0.3 over 20 steps; usually <too> large."
+    with Workdir(tmp_path / "warned") as workdir:
+        report_lib.write_report(workdir, SUMMARY | {"warnings": [{"step": 40, "text": text}]}, [])
+        assert json.loads(workdir.report_json.read_text())["warnings"][0]["text"] == text
+        page = workdir.report_html.read_text()
+    assert "<h2>Warnings</h2>" in page and "usually &lt;too&gt; large." in page
+
+
 def test_page_is_well_formed_escaped_and_stands_alone(written):
     _, page = written
     checker = Checker()

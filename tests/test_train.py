@@ -50,6 +50,7 @@ def test_the_report_has_its_numbers(finished_run, report):
     low, high = heldout["gain_ci95"]
     assert low <= heldout["gain"] <= high
     assert heldout["gain"] == pytest.approx(heldout["after"]["em"] - heldout["before"]["em"])
+    assert report["warnings"] == []
     assert report["config_hash"] == config_hash(
         json.loads((finished_run / "config.json").read_text("utf-8"))
     )
@@ -111,6 +112,19 @@ def test_every_update_has_its_record(records):
     for record in records:
         if record["phase"] in ("proposer", "solver"):
             assert any(key.endswith("/reward") for key in record)
+
+
+def test_every_update_says_how_long_it_took_and_its_episodes_were(records):
+    updates = [r for r in records if r["phase"] in STEPS]
+    for record in updates:
+        parts = record["time/rollout"] + record["time/update"]
+        assert 0 < record["time/update"] <= parts <= record["time/step"]
+        assert record["guards/warnings"] == 0  # fewer steps than a warning looks back on
+    # Each program is compiled in the first step that needs it, and in no later one.
+    for role in ("solver", "proposer"):
+        first, *others = [r["time/compile"] for r in updates if r["phase"] == role]
+        assert first > 0 and others == [0] * len(others)
+    assert all(r["solver/length"] > 3 for r in updates if r["phase"] == "solver")
 
 
 def test_sampler_and_trainer_agree(records):
