@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+import tiny_run
 from ml_collections import ConfigDict
 
 from zest_jax import assembly
@@ -69,11 +70,7 @@ def numbers(workdir: Path) -> dict:
 
 
 def records(workdir: Path) -> list[dict]:
-    """The metrics but for the time, and how long things took."""
-    return [
-        {k: v for k, v in record.items() if k != "time" and not k.startswith("time/")}
-        for record in read_jsonl(workdir / "metrics.jsonl")
-    ]
+    return [tiny_run.untimed(record) for record in read_jsonl(workdir / "metrics.jsonl")]
 
 
 @functools.cache

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = str(ROOT / "tests" / "tiny_config.py")
@@ -25,6 +26,11 @@ def write_world(folder: Path) -> Path:
         lines = path.read_text("utf-8").splitlines(keepends=True)
         path.write_text("".join(lines[:: len(lines) // count][:count]), "utf-8")
     return folder
+
+
+def untimed(record: dict[str, Any]) -> dict[str, Any]:
+    """A record of the metrics without its time, and without how long things took."""
+    return {k: v for k, v in record.items() if k != "time" and not k.startswith("time/")}
 
 
 @dataclasses.dataclass(frozen=True)
