@@ -248,6 +248,11 @@ def get_config() -> ConfigDict:
     c.evaluation.draws = 10_000  # bootstrap draws
     c.evaluation.every_iteration = True  # also between the first and the last
 
+    c.mesh = ConfigDict()  # how devices share a run; 0 everywhere chooses, -1 takes the rest
+    c.mesh.data = 0  # copies of the weights, each with rows of its own
+    c.mesh.fsdp = 0  # devices that share weights, moments and rows
+    c.mesh.tensor = 0  # devices that share heads, features and vocabulary
+
     c.checkpoint = ConfigDict()
     c.checkpoint.every = 20  # updates between checkpoints (and at the end of every phase)
     c.checkpoint.keep = 2  # newest checkpoints kept

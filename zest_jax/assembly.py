@@ -17,6 +17,7 @@ from zest_jax.learning.updates import UpdateSpec
 from zest_jax.models.config import LoraSpec
 from zest_jax.models.lora import fingerprint
 from zest_jax.models.policy import Params
+from zest_jax.parallel import Placement
 from zest_jax.players import Player
 from zest_jax.retrieving import Retrieval, build_retrieval, index_world
 from zest_jax.rollout.protocols import SEARCH, Protocol, find
@@ -32,6 +33,7 @@ from zest_jax.tasks.types import Task, read_tasks
 from zest_jax.tasks.world import World
 from zest_jax.tracing import TraceCounter
 
+ONE_DEVICE = Placement()
 STAGES_WRITTEN = ("target", "path")
 """What a proposer may write before its question, where it begins with a reference."""
 
@@ -49,6 +51,7 @@ class Parts:
       solver_sampler, proposer_sampler: compiled rollouts; no proposer where nothing is proposed.
       stages: compiled rollouts of what a proposer writes before its question, by stage.
       reader: answers from given passages; None where no gate asks for it.
+      placement: the devices that all of it lies on.
     """
 
     world: World
@@ -60,6 +63,7 @@ class Parts:
     proposer_sampler: Sampler | None
     stages: Mapping[str, Sampler]
     reader: Reader | None
+    placement: Placement = Placement()
 
     @property
     def apart(self) -> bool:
@@ -85,20 +89,20 @@ class Parts:
         return self.world.atlas
 
 
-def build(config: Any, traces: TraceCounter) -> Parts:
-    """Builds everything that a config names.
+def build(config: Any, traces: TraceCounter, placement: Placement = ONE_DEVICE) -> Parts:
+    """Builds everything that a config names, on the devices of a placement.
 
     Raises:
       UserError: a folder, a file of the world, a protocol or a length does not fit.
     """
     preflight.check_fields(config)
     world = find_world(config)
-    solver = proposer = load_player(config.policy, config, world, "")
+    solver = proposer = load_player(config.policy, config, world, "", placement)
     if config.proposer.folder:
-        proposer = load_player(config.proposer, config, world, "proposer ")
+        proposer = load_player(config.proposer, config, world, "proposer ", placement)
     players = {"solver": solver, "proposer": proposer, "reader": solver}
     protocols = {r: players[r].speaks(protocol(config[r].protocol)) for r in ("solver", "proposer")}
-    retrieval = retrieval_of(config, world, players, protocols, traces)
+    retrieval = retrieval_of(config, world, players, protocols, traces).on(placement)
     for stage in STAGES_WRITTEN if config.source.kind == "references" else ():
         players[stage] = proposer
         protocols[stage] = proposer.speaks(protocol(config.source[f"{stage}_protocol"]))
@@ -123,6 +127,7 @@ def build(config: Any, traces: TraceCounter) -> Parts:
             capacity=capacity[role],
             traces=traces,
             eos_ids=players[role].end_ids,
+            placement=placement,
         )
     reader = None
     if "reader" in samplers:
@@ -139,10 +144,13 @@ def build(config: Any, traces: TraceCounter) -> Parts:
         proposer_sampler=samplers.get("proposer"),
         stages={stage: samplers[stage] for stage in STAGES_WRITTEN if stage in samplers},
         reader=reader,
+        placement=placement,
     )
 
 
-def load_player(given: Any, config: Any, world: World, word: str) -> Player:
+def load_player(
+    given: Any, config: Any, world: World, word: str, placement: Placement = ONE_DEVICE
+) -> Player:
     """The player of a config's group; `word` keeps its random numbers apart.
 
     Raises:
@@ -150,7 +158,7 @@ def load_player(given: Any, config: Any, world: World, word: str) -> Player:
     """
     keys = [random_key(config.seed, f"{word}{name}", 0) for name in ("policy", "adapters")]
     return players_lib.load_player(
-        given, config.policy, world, lora_spec(config), (keys[0], keys[1])
+        given, config.policy, world, lora_spec(config), (keys[0], keys[1]), placement
     )
 
 
@@ -334,8 +342,8 @@ def needs_reader(config: Any) -> bool:
     return asked or (config.fallback.enabled and config.teacher.kind == "reader")
 
 
-def pack_specs(config: Any) -> dict[str, PackSpec]:
-    """Shapes of the packed batches.
+def pack_specs(config: Any, shards: int = 1) -> dict[str, PackSpec]:
+    """Shapes of the packed batches; a micro-batch's rows are rounded up to a multiple of `shards`.
 
     Rows are as long as the longest sequence of their kind, and there is room for every sequence
     even if each needs a row of its own.
@@ -344,6 +352,7 @@ def pack_specs(config: Any) -> dict[str, PackSpec]:
     solver, proposer = rollouts["solver"], rollouts.get("proposer", rollouts["solver"])
     context = context_length(config)
     proposals = config.proposer.seeds_per_step * config.proposer.samples
+    rows = -(-config.training.rows // shards) * shards
     shapes = {
         "warm_start": (config.warm_start.sequences, max(solver.length, proposer.length, context)),
         "solver": (config.solver.tasks_per_step * config.solver.group_size, solver.length),
@@ -352,7 +361,7 @@ def pack_specs(config: Any) -> dict[str, PackSpec]:
     }
     return {
         # Half of a row may be trained tokens; it is less in any episode with passages or a chain.
-        name: PackSpec.for_items(count, config.training.rows, length, length // 2)
+        name: PackSpec.for_items(count, rows, length, length // 2)
         for name, (count, length) in shapes.items()
     }
 

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from zest_jax.models.policy import Params
+from zest_jax.parallel import hosts
 from zest_jax.rollout.sampler import Sampler
 from zest_jax.rollout.trajectories import Finish, Trajectories
 from zest_jax.statistics import bootstrap_ci, paired_bootstrap_ci
@@ -101,6 +102,22 @@ def answer_tasks(
     else:
         streams = [stream_of(task, n) for task, n in zip(tasks, samples, strict=True)]
         episodes = sampler(params, prompts, key, temperature, streams)
+
+    def read(rows: Sequence[int]) -> list[Answered]:
+        of = slice(rows[0], rows[-1] + 1)
+        part = jax.tree.map(lambda x: x[of], episodes)
+        return _answered(sampler, tasks[of], part, None if samples is None else samples[of])
+
+    return hosts.share(range(len(tasks)), read)
+
+
+def _answered(
+    sampler: Sampler,
+    tasks: Sequence[Task],
+    episodes: Trajectories,
+    samples: Sequence[int] | None,
+) -> list[Answered]:
+    """What the episodes of some tasks say, scored."""
     written_N = np.asarray(episodes.mask_NL).sum(axis=1)
     answers, spoken = sampler.answers(episodes), words_of(episodes, sampler)
     formed = well_formed(sampler, spoken, answers)

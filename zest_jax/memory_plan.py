@@ -258,6 +258,13 @@ def per_device(tree: Any, mesh: Mesh | None = None) -> float:
     return float(sum(math.prod(n) * x.dtype.itemsize for n, x in zip(shards, leaves, strict=True)))
 
 
+def _held(x: Any) -> float:
+    """Bytes that one device holds of an array."""
+    if not isinstance(x, jax.Array):
+        return float(x.nbytes)
+    return float(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize)
+
+
 def _trained(config: PolicyConfig) -> Any:
     """Shapes of what is trained: the adapters where there are any, else everything."""
     shapes = param_shapes(config)
@@ -324,7 +331,8 @@ def plan_run(
     told = {"dtype": config.policy.dtype, "lora": assembly.lora_spec(config)}
     policy = dataclasses.replace(policy, **told)
     asking = policy if proposer_policy is None else dataclasses.replace(proposer_policy, **told)
-    specs, packs = assembly.update_specs(config), assembly.pack_specs(config)
+    specs = assembly.update_specs(config)
+    packs = assembly.pack_specs(config, _axis(mesh, "data") * _axis(mesh, "fsdp"))
     rollouts = assembly.rollout_specs(config)
     resident: list[Line] = []
     if policy.lora:
@@ -344,7 +352,7 @@ def plan_run(
         if proposer_policy is not None and pulled:
             resident.append(Line("base of the proposer", per_device(_trained(asking), mesh)))
     # Roles share an index, so that an array may stand there twice.
-    arrays = {id(x): x.nbytes for x in jax.tree.leaves(retriever) if hasattr(x, "nbytes")}
+    arrays = {id(x): _held(x) for x in jax.tree.leaves(retriever) if hasattr(x, "nbytes")}
     resident.append(Line("index and passages", sum(arrays.values())))
     asks = bool(own and not config.proposer.frozen)
     used = {
@@ -374,8 +382,9 @@ def check_run(
     policy: PolicyConfig,
     retriever: Any = None,
     proposer_policy: PolicyConfig | None = None,
+    mesh: Mesh | None = None,
 ) -> Plan:
-    """`plan_run` for the first device of this machine, if it fits.
+    """`plan_run` for the devices of this run, if it fits.
 
     Raises:
       UserError: it does not; see `check`.
@@ -385,6 +394,7 @@ def check_run(
             plan_run,
             policy=policy,
             retriever=retriever,
+            mesh=mesh,
             limit=device_limit(),
             proposer_policy=proposer_policy,
         ),

@@ -84,7 +84,7 @@ def keep_tried(
       host: the host state that belongs to it.
       say: shows a line.
     """
-    folder = workdir.path / FOLDER
+    folder = workdir.shared / FOLDER
     say(
         f"step {tried.step}, phase {tried.phase}: {told(tried.bad)}. The update was not made; "
         f"its batch and the state before it go to {folder}: python -m zest_jax.replay "

@@ -15,9 +15,10 @@ from zest_jax.errors import UserError
 from zest_jax.models import PolicyConfig, init_params
 from zest_jax.models.backends import choose_attention
 from zest_jax.models.config import LoraSpec
-from zest_jax.models.hf import load_generation, load_pretrained, read_tokenizer
+from zest_jax.models.hf import load_config, load_generation, load_pretrained, read_tokenizer
 from zest_jax.models.lora import add_lora, join, split_lora
 from zest_jax.models.policy import Params
+from zest_jax.parallel import Placement
 from zest_jax.rollout.protocols import Protocol, in_chat_template
 from zest_jax.tasks.world import World
 
@@ -80,7 +81,12 @@ class Player:
 
 
 def load_player(
-    given: Any, p: Any, world: World, lora: LoraSpec | None, keys: tuple[jax.Array, jax.Array]
+    given: Any,
+    p: Any,
+    world: World,
+    lora: LoraSpec | None,
+    keys: tuple[jax.Array, jax.Array],
+    placement: Placement = Placement(),  # noqa: B008 (frozen)
 ) -> Player:
     """A policy of a folder, or of random weights.
 
@@ -91,6 +97,7 @@ def load_player(
       world: whose tokenizer random weights have.
       lora: the adapters that are trained; None trains the whole policy.
       keys: of random weights and of the adapters.
+      placement: the devices that share the parameters.
 
     Raises:
       UserError: the folder cannot be read, or there is none and the world has no tokenizer.
@@ -101,33 +108,51 @@ def load_player(
     kept = "float32" if lora is None else p.dtype
     if folder:
         path = policy_folder(folder)
-        policy, params = load_pretrained(path, dtype=p.dtype, param_dtype=kept)
+        policy, params = load_pretrained(path, dtype=p.dtype, param_dtype=kept, mesh=placement.mesh)
         tokenizer = read_tokenizer(path, policy.vocab_size)
         generation = load_generation(path)
     else:
         if world.atlas is None:
             raise UserError("a run on an index needs a policy to start from: set policy.folder.")
         tokenizer = read_tokenizer(world.atlas.tokenizer_folder)
-        policy = PolicyConfig(
-            vocab_size=len(tokenizer),
-            width=p.width,
-            layers=p.layers,
-            heads=p.heads,
-            kv_heads=p.kv_heads,
-            head_dim=p.head_dim,
-            mlp_width=p.mlp_width,
-            dtype=p.dtype,
-        )
+        policy = random_shape(p, len(tokenizer))
         params = init_params(policy, keys[0])
-        params = jax.tree.map(lambda x: x.astype(kept), params)
+        params = placement.params(jax.tree.map(lambda x: x.astype(kept), params))
     policy, attention = choose_attention(policy, p.attention)
     if lora is not None:
         policy = dataclasses.replace(policy, lora=lora)
-        params = add_lora(policy, params, keys[1])
-        params, frozen = split_lora(params)
+        params, frozen = split_lora(add_lora(policy, params, keys[1]))
+        params, frozen = placement.params(params), placement.params(frozen)
     origin = folder or "random weights"
     return Player(
         tokenizer, policy, params, frozen, origin, attention, generation, given.chat, given.system
+    )
+
+
+def policy_shape(given: Any, p: Any, world: World | None) -> PolicyConfig:
+    """The shape of `load_player`'s policy, without its weights; `world` may be None for a folder.
+
+    Raises:
+      UserError: as `load_player`.
+    """
+    if given.folder:
+        return load_config(policy_folder(given.folder), p.dtype)
+    if world is None or world.atlas is None:
+        raise UserError("a run on an index needs a policy to start from: set policy.folder.")
+    return random_shape(p, len(read_tokenizer(world.atlas.tokenizer_folder)))
+
+
+def random_shape(p: Any, vocab_size: int) -> PolicyConfig:
+    """The shape of random weights, as the config's group `policy` says."""
+    return PolicyConfig(
+        vocab_size=vocab_size,
+        width=p.width,
+        layers=p.layers,
+        heads=p.heads,
+        kv_heads=p.kv_heads,
+        head_dim=p.head_dim,
+        mlp_width=p.mlp_width,
+        dtype=p.dtype,
     )
 
 

@@ -16,6 +16,7 @@ from zest_jax.errors import UserError
 from zest_jax.learning.packing import PackSpec, pack
 from zest_jax.learning.updates import ProposalBatch
 from zest_jax.models.policy import Params
+from zest_jax.parallel import hosts
 from zest_jax.rewards.difficulty import CURVES
 from zest_jax.rewards.information_gain import context_names
 from zest_jax.rewards.terms import NEEDS_LIKELIHOOD, Signals, needs
@@ -178,9 +179,18 @@ class Proposing:
         repeated = [seed for seed in seeds for _ in range(samples)]
         prompts = self.parts.proposer.encode([self.prompt(seed) for seed in repeated])
         episodes = self.sampler(params, prompts, key, self.config.proposer.temperature)
-        written = proposals.read_episodes(
-            repeated, episodes, self.sampler, self.parts.world.passages, self.fits_solver
-        )
+
+        def read_some(rows: Sequence[int]) -> list[Written]:
+            of = slice(rows[0], rows[-1] + 1)
+            return proposals.read_episodes(
+                repeated[of],
+                jax.tree.map(lambda x: x[of], episodes),
+                self.sampler,
+                self.parts.world.passages,
+                self.fits_solver,
+            )
+
+        written = hosts.share(range(len(repeated)), read_some)
         read = None
         if self.parts.reader is not None:
             reads, with_params = self.parts.reader, reader

@@ -16,12 +16,14 @@ import numpy as np
 
 from zest_jax.errors import UserError
 from zest_jax.models import PolicyConfig
+from zest_jax.parallel import Placement, hosts
 from zest_jax.players import Player
 from zest_jax.retrieval import Retriever
 from zest_jax.retrieval.interface import PassageRetriever
 from zest_jax.retrieval.open_index import open_retriever
 from zest_jax.retrieval.passages import PassageTexts
 from zest_jax.retrieval.retriever import passage_store
+from zest_jax.rollout import side_by_side
 from zest_jax.rollout.host_driver import HostSampler
 from zest_jax.rollout.protocols import SEARCH, Protocol
 from zest_jax.rollout.sampler import Sampler
@@ -57,6 +59,19 @@ class Retrieval:
     find: Find
     top_k: int
 
+    def on(self, placement: Placement) -> "Retrieval":
+        """The same with what is on device shared out over the devices of a placement."""
+        mesh = placement.mesh
+        if mesh is None:
+            return self
+        # Roles share encoder and index: what is one array stays one.
+        placed: dict[int, jax.Array] = {}
+        on_device = {
+            role: side_by_side.place_retriever(retriever, mesh, placed)
+            for role, retriever in self.on_device.items()
+        }
+        return dataclasses.replace(self, on_device=on_device)
+
     def sampler(
         self,
         role: str,
@@ -68,6 +83,7 @@ class Retrieval:
         capacity: int,
         traces: TraceCounter,
         eos_ids: Sequence[int],
+        placement: Placement = Placement(),  # noqa: B008 (frozen)
     ) -> Sampler:
         """The compiled rollout of a role, or the host-driven one where the host is asked."""
         name = f"{role}_rollout"
@@ -83,11 +99,13 @@ class Retrieval:
                 traces,
                 eos_ids,
                 top_k=self.top_k,
+                placement=placement,
             )
         retriever = self.on_device.get(role) if spec.searches else None
         return Sampler(
-            name, policy, spec, protocol, tokenizer, retriever, capacity, traces, eos_ids
-        )
+            name, policy, spec, protocol, tokenizer, retriever, capacity, traces, eos_ids,
+            placement,
+        )  # fmt: skip
 
 
 def build_retrieval(
@@ -114,7 +132,10 @@ def build_retrieval(
         host = open_retriever(config.retrieval.index)
 
         def find_on_host(texts: Sequence[str], most: int = 0) -> list[list[Passage]]:
-            answers = host.search_passages(list(texts), most or top_k) if texts else []
+            if not texts:
+                return []
+            # One process asks: a server need not answer twice alike.
+            answers = hosts.told(lambda: host.search_passages(list(texts), most or top_k))
             return [[passage for passage, _ in answer] for answer in answers]
 
         return Retrieval(config.retrieval.index, {}, host, find_on_host, top_k)
@@ -172,7 +193,7 @@ def build_retrieval(
             for b, ids in enumerate(part):
                 length_B[b] = min(len(ids), width)
                 query_BQ[b, : length_B[b]] = ids[: length_B[b]]
-            rows_B1R, _ = jax.device_get(search(query_BQ[:, None], length_B[:, None]))
+            rows_B1R, _ = hosts.fetch(search(query_BQ[:, None], length_B[:, None]))
             found += [
                 [world.passages[row] for row in rows if row >= 0]
                 for rows in rows_B1R[: len(part), 0].tolist()

@@ -15,6 +15,7 @@ from zest_jax.evaluation import well_formed, words_of
 from zest_jax.fallback import EvidenceFallback
 from zest_jax.learning.packing import Item, Packed, PackSpec, pack
 from zest_jax.models.policy import Params
+from zest_jax.parallel import hosts
 from zest_jax.rewards.outcome import Outcome, outcome
 from zest_jax.rewards.solver import SOLVER_REWARDS, Group
 from zest_jax.rollout.trajectories import Role, Trajectories
@@ -89,12 +90,35 @@ class Solving:
         prompt = self.sampler.protocol.prompt
         ids = self.parts.solver.encode([prompt.format(question=task.question) for task in tasks])
         episodes = self.sampler(params, [i for i in ids for _ in range(group)], key, temperature)
+
+        def scored(some: Sequence[int]) -> list[tuple[list[str | None], Outcome, np.ndarray]]:
+            rows = slice(some[0] * group, (some[-1] + 1) * group)
+            part = jax.tree.map(lambda x: x[rows], episodes)
+            answers, outcomes, rewards = self._score([tasks[g] for g in some], part, group)
+            each = [answers[g * group : (g + 1) * group] for g in range(len(some))]
+            return list(zip(each, outcomes, rewards, strict=True))
+
+        groups = hosts.share(range(len(tasks)), scored)
+        rewards = [reward for _, _, reward in groups]
+        hosts.agree("rewards", rewards)
+        return Attempts(
+            tasks,
+            episodes,
+            [answer for answers, _, _ in groups for answer in answers],
+            [each for _, each, _ in groups],
+            np.concatenate([np.zeros(0), *rewards]),
+        )
+
+    def _score(
+        self, tasks: Sequence[Task], episodes: Trajectories, group: int
+    ) -> tuple[list[str | None], list[Outcome], list[np.ndarray]]:
+        """Answers of the rollouts of some groups, and each group's outcome and rewards [G]."""
         answers = self.sampler.answers(episodes)
         outcomes = [
             outcome(answers[g * group : (g + 1) * group], task.answers)
             for g, task in enumerate(tasks)
         ]
-        rewards = [np.zeros(0)]
+        rewards: list[np.ndarray] = []
         if self.config.solver.reward == "exact_match":
             rewards += [o.y_G for o in outcomes]
         else:
@@ -124,7 +148,7 @@ class Solving:
                         self.config.solver_reward,
                     )
                 )
-        return Attempts(tasks, episodes, answers, outcomes, np.concatenate(rewards))
+        return answers, outcomes, rewards
 
     def paid(self, attempts: Attempts) -> Attempts:
         """The attempts with the fallback's rewards, where there is one; they are as they were for

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zest_jax import assembly, behaviour, cli, evaluation, memory_plan, preflight, records
+from zest_jax import assembly, behaviour, cli, evaluation, memory_plan, placing, preflight, records
 from zest_jax import workdir as workdir_lib
 from zest_jax.checkpoint import Checkpoints
 from zest_jax.config import config_hash
@@ -30,10 +30,11 @@ from zest_jax.errors import UserError
 from zest_jax.fallback import build_fallback
 from zest_jax.guards import Guards
 from zest_jax.learning import updates
-from zest_jax.learning.packing import Item, pack
+from zest_jax.learning.packing import Item, pack, placed
 from zest_jax.metrics import MetricsWriter, Stopwatch, read_metrics
 from zest_jax.models.policy import Params
 from zest_jax.not_finite import Tried, keep_tried
+from zest_jax.parallel import Placement, hosts
 from zest_jax.progress import Progress
 from zest_jax.proposing import Probe, Proposing
 from zest_jax.report import write_report
@@ -53,13 +54,19 @@ from zest_jax.workdir import Workdir
 
 def main(config: Any, workdir_path: str) -> None:
     """One run, from its config to its report, in a workdir that is its own."""
-    with Workdir(workdir_path) as workdir:
-        workdir.claim(config, may_differ=("log", "checkpoint", "guards"))
-        with Progress(log=workdir.log) as progress:
-            run(config, workdir, progress)
+    hosts.initialize()
+    claim = functools.partial(
+        Workdir.claim, config=config, may_differ=("log", "checkpoint", "guards")
+    )
+    with placing.workdir_of(workdir_path, claim) as workdir:
+        with Progress(log=workdir.log, stream=hosts.stream()) as progress:
+            placement, device = placing.place(config)
+            progress.say(f"{device}, config {config_hash(config)}")
+            with placement.active():
+                run(config, workdir, progress, placement, device)
 
 
-def run(c: Any, workdir: Workdir, progress: Progress) -> None:
+def run(c: Any, workdir: Workdir, progress: Progress, place: Placement, device: str) -> None:
     """The run itself."""
     # ------------------------------------------------------------------------------------------
     # What is told while it runs
@@ -67,20 +74,17 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
     begun = time.perf_counter()
     traces = TraceCounter()
     say = progress.say
-    devices = jax.devices()
-    device = f"{devices[0].device_kind} ({devices[0].platform})"
-    say(f"{device}, config {config_hash(c)}")
-    if len(devices) > 1:
-        say(f"{len(devices)} devices are there; this version trains on the first alone")
 
     # ------------------------------------------------------------------------------------------
     # World, policy, retriever, samplers
     # ------------------------------------------------------------------------------------------
-    parts = assembly.build(c, traces)
+    parts = assembly.build(c, traces, place)
     labelled = assembly.refill_tasks(c, parts.world)
     preflight.check_world(c, parts, labelled)
     asking = parts.proposer.policy if parts.apart else None
-    plan = memory_plan.check_run(c, parts.solver.policy, parts.retrieval.on_device, asking)
+    plan = memory_plan.check_run(
+        c, parts.solver.policy, parts.retrieval.on_device, asking, place.mesh
+    )
     workdir.write("memory.txt", plan.table() + "\n")
     world, policy, frozen = parts.world, parts.solver.policy, parts.solver.frozen
     solver_sampler = parts.solver_sampler
@@ -98,7 +102,8 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
     # Compiled updates
     # ------------------------------------------------------------------------------------------
     specs = assembly.update_specs(c)
-    packs = assembly.pack_specs(c)
+    packs = assembly.pack_specs(c, place.shards)
+    on_devices = functools.partial(placed, placement=place)
     fallback = build_fallback(c, parts, workdir.path, say) if c.fallback.enabled else None
     solving = Solving(c, parts, packs, fallback)
     proposing = Proposing(c, parts, packs) if parts.proposer_sampler is not None else None
@@ -141,7 +146,7 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
     # Where the run stands: phases, state, restore
     # ------------------------------------------------------------------------------------------
     phases = assembly.phases(c)
-    state = assembly.initial_state(c, parts)
+    state = place.params(assembly.initial_state(c, parts))
     host: dict[str, Any] = {"saves": 0, "phase": 0, "phase_step": 0, "step": 0}
     host |= {"records": 0, "retraces": 0, "seconds": {}, "base": assembly.base_of(parts)}
     host["pool"] = []
@@ -216,9 +221,9 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
         """Greedy and sampled answers to the held-out questions. They are kept in a file, so that a
         resumed run reads what an earlier start has done; without params they are only read."""
         path = workdir.path / "evaluation" / f"{name}.jsonl"
-        answered = {}
+        answered, written = {}, hosts.told(lambda: list(workdir_lib.read_jsonl(path)))
         for mode, temperature in (("greedy", 0.0), ("sampled", 1.0)):
-            done = [r for r in workdir_lib.read_jsonl(path) if r["mode"] == mode]
+            done = [r for r in written if r["mode"] == mode]
             if len(done) == len(world.heldout_tasks):
                 fields = [{k: v for k, v in r.items() if k != "mode"} for r in done]
                 answered[mode] = [evaluation.Answered(**f) for f in fields]
@@ -264,8 +269,8 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
                 )
                 items = cloning.episode_items(scripted, parts.solver.encode)
             batch = pack(items, packs["warm_start"])
-            state["solver"], values = cloning_step(state["solver"], batch, frozen)
-            record = records.update_metrics("warm_start", values)
+            state["solver"], values = cloning_step(state["solver"], on_devices(batch), frozen)
+            record = records.update_metrics("warm_start", hosts.fetch(values))
             stop_if_not_finite(record, batch)
             stop = False
             if (step + 1) % w.stop_every == 0:
@@ -327,13 +332,13 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
         batch = proposing.batch(episodes, proposed, probed, progress, order)
         values: dict[str, Any] = {}
         if c.proposer.frozen:
-            per_row = proposer_score(state["anchor"], batch, frozen)
+            per_row = proposer_score(state["anchor"], on_devices(batch), frozen)
         else:
             state[proposer], values, per_row = proposer_update(
-                state[proposer], state["anchor"], batch, parts.proposer.frozen,
+                state[proposer], state["anchor"], on_devices(batch), parts.proposer.frozen,
                 reference("proposer"), frozen,
             )  # fmt: skip
-        values, per_row = jax.device_get((values, per_row))
+        values, per_row = hosts.fetch((values, per_row))
         per_row, signals = jax.tree.map(lambda x: x[: len(proposed)], (per_row, batch.signals))
         record = records.proposer_metrics(proposed, episodes, values, per_row, signals)
         stop_if_not_finite(record, batch)
@@ -361,15 +366,21 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
         scale = np.ones(size, np.float32)
         if attempts.scale_N is not None:
             scale[:count] = attempts.scale_N
-        advantage_N = np.asarray(advantages(padded, keys, scale, np.arange(size) < count))
+        advantage_N = hosts.fetch(
+            advantages(*place.whole((padded, keys, scale, np.arange(size) < count)))
+        )
         record = records.solver_metrics(
             attempts.tasks, attempts.episodes, attempts.outcomes, attempts.reward_N
         )
         for batch in solving.batches(attempts, advantage_N):
             state["solver"], values = solver_update(
-                state["solver"], batch, advantage_N, frozen, reference("solver")
+                state["solver"],
+                on_devices(batch),
+                place.whole(advantage_N),
+                frozen,
+                reference("solver"),
             )
-            record |= records.update_metrics("solver", jax.device_get(values))
+            record |= records.update_metrics("solver", hosts.fetch(values))
             stop_if_not_finite(record, batch, advantage_N)
         record |= records.rollout_metrics("solver", solver_sampler.counters)
         record |= attempts.notes
@@ -410,12 +421,12 @@ def run(c: Any, workdir: Workdir, progress: Progress) -> None:
         assert proposing is not None and proposer is not None
         path = workdir.tasks(phase.iteration)
         if host["phase_step"] > 0:  # generated before the phase began
-            return list(read_tasks(path))
+            return hosts.told(lambda: list(read_tasks(path)))
         g, probes = c.generation, needs(c.reward, NEEDS_DIFFICULTY)
         used = {
             str(task.meta.get("seed", ""))
             for earlier in range(phase.iteration)
-            for task in read_tasks(workdir.tasks(earlier))
+            for task in hosts.told(lambda: list(read_tasks(workdir.tasks(earlier))))  # noqa: B023
         }
         seeds = proposing.draw(
             whole(proposer), c.schedule.max_seeds, rng("generation"), key("stages"), used=used

@@ -31,15 +31,23 @@ class Workdir:
     Args:
       path: a local folder; made if it is missing.
       lock: False only for readers, such as a report over a finished run.
+      checkpoints: where the run's checkpoints are, if not in it.
 
     Raises:
       UserError: no folder can be made there, or another process holds it.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, lock: bool = True):
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        lock: bool = True,
+        checkpoints: str | os.PathLike[str] | None = None,
+    ):
         if "://" in str(path):
             raise UserError(f"workdir {path} is not a local folder; give one, as in runs/smoke.")
         self.path = Path(path)
+        self._checkpoints = self.path / "checkpoints" if checkpoints is None else Path(checkpoints)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError):
@@ -64,7 +72,12 @@ class Workdir:
 
     @property
     def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
+        return self._checkpoints
+
+    @property
+    def shared(self) -> Path:
+        """The run's folder, which for other processes than its first is not their own."""
+        return self._checkpoints.parent
 
     @property
     def rollouts(self) -> Path:

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from zest_jax.models.attention import MOST_SEGMENTS
+from zest_jax.parallel import Placement
 
 Array = Any  # numpy on the host, a jax.Array within a compiled step
 
@@ -92,6 +93,15 @@ class PackSpec:
     def for_items(cls, count: int, rows: int, length: int, targets: int) -> "PackSpec":
         """Room for `count` items even if each needs a row of its own."""
         return cls(rows, length, targets, -(-count // rows))
+
+
+def placed(batch: Any, placement: Placement) -> Any:
+    """A batch on the devices of a run: rows of every `Packed` in it split, all else whole."""
+
+    def one(leaf: Any) -> Any:
+        return placement.rows(leaf, axis=1) if isinstance(leaf, Packed) else placement.whole(leaf)
+
+    return jax.tree.map(one, batch, is_leaf=lambda leaf: isinstance(leaf, Packed))
 
 
 def pack(items: Sequence[Item], spec: PackSpec, owners: Sequence[int] | None = None) -> Packed:

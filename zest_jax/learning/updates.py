@@ -36,6 +36,7 @@ from zest_jax.learning.packing import Array, Packed
 from zest_jax.models import PolicyConfig, bind
 from zest_jax.models.lora import join
 from zest_jax.models.policy import Params
+from zest_jax.parallel.sharding import keep_placed
 
 Metrics = dict[str, jax.Array]
 
@@ -370,7 +371,8 @@ def _step(
         grads, state.opt_state, state.params, applies=sound
     )
     params = optax.apply_updates(state.params, updates)
-    return _chosen(sound, TrainState(params, opt_state, state.step + 1), state), metrics
+    new = TrainState(params, opt_state, state.step + 1)
+    return keep_placed(_chosen(sound, new, state)), metrics
 
 
 def _chosen(sound: jax.Array, new: TrainState, old: TrainState) -> TrainState:

@@ -10,7 +10,7 @@ import os
 import pickle
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import jax
 import numpy as np
@@ -89,6 +89,11 @@ def is_first() -> bool:
     return jax.process_index() == 0
 
 
+def stream() -> IO[str] | None:
+    """Where this process tells people things: nowhere, but for the first (None: the default)."""
+    return None if is_first() else open(os.devnull, "w", encoding="utf-8")
+
+
 def told(make: Callable[[], T]) -> T:
     """What `make` gives on the first process, on all of them; it runs nowhere else.
 
@@ -126,6 +131,17 @@ def share(items: Sequence[S], work: Callable[[Sequence[S]], Sequence[T]]) -> lis
 def gathered(value: T) -> list[T]:
     """Every process's value, on all of them, in order of their numbers."""
     return [value] if jax.process_count() == 1 else _exchange([value])
+
+
+def gathered_or_raised(make: Callable[[], T]) -> list[T]:
+    """What `make` gives on every process, on all of them, in order of their numbers.
+
+    Raises:
+      Whatever it raised on any process (the first of them), on all.
+    """
+    if jax.process_count() == 1:
+        return [make()]
+    return [_got(part) for part in _exchange([_tried(make)])]
 
 
 def agree(name: str, value: Any) -> None:

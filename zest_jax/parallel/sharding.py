@@ -199,7 +199,7 @@ def _row_shards(rows: int) -> int | None:
     return None if rows % shards else shards
 
 
-def _spec(path: tuple[Any, ...], shape: tuple[int, ...], mesh: Mesh, notes: list[str]) -> P:
+def _spec(path: tuple[Any, ...], shape: tuple[int, ...], mesh: Any, notes: list[str]) -> P:
     names = [str(getattr(k, "key", getattr(k, "name", ""))) for k in path]
     rule = next((RULES[name] for name in reversed(names) if name in RULES), None)
     if rule is None:

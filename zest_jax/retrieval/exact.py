@@ -215,26 +215,26 @@ def _product(query_SE: jax.Array, index_NE: jax.Array) -> jax.Array:
 
 
 def shard_rows(vector_NE: Any, mesh: Mesh, axes: tuple[str, ...] | None = None) -> jax.Array:
-    """Splits vectors by rows over the devices of a mesh, filled up with zeros to equal shares.
+    """Splits rows over the devices of a mesh, filled up with zeros to equal shares.
 
     Args:
-      vector_NE: anything with a shape and a dtype that gives rows when it is sliced.
+      vector_NE: vectors, or anything with a shape [N, …] and a dtype that gives rows when sliced.
       mesh: the devices.
       axes: axes of the mesh to split over; None for all.
     """
     axes = axes or tuple(mesh.axis_names)
     devices = int(np.prod([mesh.shape[axis] for axis in axes]))
-    N, E = vector_NE.shape
+    N, *rest = vector_NE.shape
     rows = -(-N // devices) * devices
 
     def part(at: Any) -> np.ndarray:
         first, last, _ = at[0].indices(rows)
-        block_RE = np.zeros((last - first, E), vector_NE.dtype)
+        block_RE = np.zeros((last - first, *rest), vector_NE.dtype)
         given = np.asarray(vector_NE[first : min(last, N)])
         block_RE[: len(given)] = given
         return block_RE
 
-    return jax.make_array_from_callback((rows, E), NamedSharding(mesh, P(axes)), part)
+    return jax.make_array_from_callback((rows, *rest), NamedSharding(mesh, P(axes)), part)
 
 
 def sharded_search(

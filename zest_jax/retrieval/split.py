@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zest_jax.retrieval.exact import ExactIndex, best_candidates, guarded
+from zest_jax.retrieval.exact import ExactIndex, best_candidates, guarded, shard_rows
 from zest_jax.retrieval.retriever import Retriever
 from zest_jax.retrieval.store import PassageStore, observation
 
@@ -39,21 +39,24 @@ def may_split(retriever: Any) -> bool:
     )
 
 
-def split_retriever(retriever: Retriever, mesh: Mesh, axes: tuple[str, ...]) -> Retriever:
+def split_retriever(
+    retriever: Retriever, mesh: Mesh, axes: tuple[str, ...], placed: dict[int, jax.Array]
+) -> Retriever:
     """Places a retriever on a mesh, rows shared out over some of its axes, all else whole.
 
     Args:
       retriever: one for which `may_split`.
       mesh: the devices.
       axes: axes of the mesh, in the order of the rows.
+      placed: arrays that were placed before, by `id`; those are taken, and new ones are added.
 
     Returns:
       The retriever, its rows filled up with zeros to equal shares.
     """
     index, store = retriever.index, retriever.store
     assert isinstance(index, ExactIndex)
-    rows = functools.partial(_share_rows, mesh=mesh, axes=axes)
-    whole = functools.partial(_whole, mesh=mesh)
+    rows = functools.partial(_rows_on, mesh=mesh, axes=axes, placed=placed)
+    whole = functools.partial(whole_on, mesh=mesh, placed=placed)
     index = dataclasses.replace(
         index,
         index_NE=jax.tree.map(rows, index.index_NE),
@@ -150,7 +153,7 @@ class SplitRetriever:
 
     def _search_all(self, query_BE: jax.Array, top_k: int) -> tuple[jax.Array, jax.Array]:
         """The best rows of all devices for this device's queries; `top_k` at most all rows."""
-        index = self.own.index
+        index: Any = self.own.index
         N, X = index.index_NE.shape[0], jax.lax.axis_size(self.axes)
         first = jax.lax.axis_index(self.axes).astype(jnp.int32) * N
         all_BE = jax.lax.all_gather(query_BE, self.axes, tiled=True)
@@ -167,9 +170,7 @@ class SplitRetriever:
         # Devices stand in the order of their rows, so the first of equal scores is the lower row.
         return best_candidates(back(row_BR), back(score_BR), top_k)
 
-    def _in_blocks(
-        self, asks_S: jax.Array, work: Callable[[jax.Array], Any], empty: Any
-    ) -> Any:
+    def _in_blocks(self, asks_S: jax.Array, work: Callable[[jax.Array], Any], empty: Any) -> Any:
         """`work(slots)` for the slots that ask, W at a time, in as many turns on every device."""
         S = len(asks_S)
         W = min(self.block, S)
@@ -187,23 +188,18 @@ class SplitRetriever:
         return jax.lax.fori_loop(0, turns, turn, empty)
 
 
-def _share_rows(x: Any, mesh: Mesh, axes: tuple[str, ...]) -> jax.Array:
+def _rows_on(x: Any, mesh: Mesh, axes: tuple[str, ...], placed: dict[int, jax.Array]) -> jax.Array:
     """Any array [N, …] split by rows, filled up with zeros to equal shares."""
-    shares = int(np.prod([mesh.shape[axis] for axis in axes]))
-    rows = -(-x.shape[0] // shares) * shares
-    host = np.asarray(x)
-
-    def part(at: Any) -> np.ndarray:
-        first, last, _ = at[0].indices(rows)
-        block = np.zeros((last - first, *host.shape[1:]), host.dtype)
-        given = host[first : min(last, len(host))]
-        block[: len(given)] = given
-        return block
-
-    shape = (rows, *x.shape[1:])
-    return jax.make_array_from_callback(shape, NamedSharding(mesh, P(axes)), part)
+    if id(x) not in placed:
+        placed[id(x)] = shard_rows(x, mesh, axes)
+    return placed[id(x)]
 
 
-def _whole(x: Any, mesh: Mesh) -> jax.Array:
-    host = np.asarray(x)
-    return jax.make_array_from_callback(host.shape, NamedSharding(mesh, P()), lambda at: host[at])
+def whole_on(x: Any, mesh: Mesh, placed: dict[int, jax.Array]) -> jax.Array:
+    """An array that every device of a mesh has whole."""
+    if id(x) not in placed:
+        host = np.asarray(x)
+        placed[id(x)] = jax.make_array_from_callback(
+            host.shape, NamedSharding(mesh, P()), lambda at: host[at]
+        )
+    return placed[id(x)]

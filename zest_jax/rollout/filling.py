@@ -98,9 +98,9 @@ def fill_cache(
     """Runs fill_S tokens of each slot's chunk through the policy, block by block.
 
     Slots are taken in order of how many tokens they bring, and blocks without any are left out,
-    so that the cost follows the new tokens and not the number of slots. With `axes`, shards make as
-    many turns as the one with the most: what a slot without new tokens is given then is its own last
-    token again, and rubbish behind it.
+    so that the cost follows the new tokens and not the number of slots. With `axes`, shards make
+    as many turns as the one with the most: what a slot without new tokens is given then is its own
+    last token again, and rubbish behind it.
     """
     S, N = spec.slots, spec.block_tokens
     W = spec.block_slots if S % spec.block_slots == 0 else S

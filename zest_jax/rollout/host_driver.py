@@ -18,23 +18,27 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from zest_jax.errors import UserError
 from zest_jax.models import PolicyConfig
 from zest_jax.models.cache import grow
 from zest_jax.models.policy import Block, Params, bind
+from zest_jax.parallel import Placement, hosts
 from zest_jax.retrieval.interface import Passage, PassageRetriever, TextRetriever
 from zest_jax.retrieval.store import passage_room
 from zest_jax.rollout.engine import Engine
 from zest_jax.rollout.observing import Observed
 from zest_jax.rollout.protocols import SEARCH, Protocol
-from zest_jax.rollout.sampler import Sampler
+from zest_jax.rollout.sampler import Sampler, of_shards
 from zest_jax.rollout.sampling import Draws
 from zest_jax.rollout.state import DONE, IDLE, SEARCHING, RolloutSpec, State
 from zest_jax.rollout.stops import StopTable, read_text, token_bytes
@@ -426,6 +430,7 @@ class HostSampler(Sampler):
         top_k: int = 3,
         watch: Watch | None = None,
         every: int = 16,
+        placement: Placement = Placement(),  # noqa: B008 (frozen)
     ):
         if spec.searches and protocol.tag(SEARCH) and retriever is None:
             raise ValueError(f"protocol {protocol.name} searches, and there is no retriever")
@@ -433,6 +438,7 @@ class HostSampler(Sampler):
         engine = Engine.build(config, spec, protocol, tokenizer, eos_ids)
         self.driver = HostDriver(name, engine, tokenizer, retriever, top_k, traces, watch, every)
         self._rollout = self.driver.rollout
+        self._spread = placement
 
     def _may_search(self, retriever: Any) -> bool:
         return True  # the host asks
@@ -445,7 +451,55 @@ class HostSampler(Sampler):
         out.driver = copy.copy(self.driver)
         out.driver.seconds = dict.fromkeys(SECONDS, 0.0)
         out._rollout = out.driver.rollout
+        out._spread = Placement()
         return out
+
+    def _call(
+        self,
+        params: Params,
+        prompts: Sequence[Sequence[int]],
+        streams: Sequence[int] | None,
+        key: jax.Array,
+        at: int,
+        temperature: float,
+    ) -> tuple[Trajectories, dict[str, float]]:
+        """As `Sampler._call`; every local device of every process drives its share alone, with all
+        of the policy."""
+        if self._spread.mesh is None:
+            return super()._call(params, prompts, streams, key, at, temperature)
+        if streams is None:
+            key, streams = jax.random.fold_in(key, at), range(len(prompts))
+        whole = jax.jit(lambda x: x, out_shardings=NamedSharding(self._spread.mesh, P()))
+        params, key = whole((params, key))
+        here = jax.local_devices()
+        dealt = np.array_split(np.arange(len(prompts)), jax.process_count() * len(here))
+        first = jax.process_index() * len(here)
+        mine = dealt[first : first + len(here)]
+
+        def drive(device: jax.Device, rows: np.ndarray) -> Any:
+            if not len(rows):
+                return None
+            sampler = self.on(device)
+            own = jax.tree.map(lambda x: _on(x, device), (params, key))
+            with jax.default_device(device):
+                return Sampler._call(
+                    sampler,
+                    own[0],
+                    [prompts[n] for n in rows],
+                    [streams[n] for n in rows],
+                    own[1],
+                    0,
+                    temperature,
+                )
+
+        def drive_all() -> list[Any]:
+            with ThreadPoolExecutor(len(here)) as pool:
+                return list(pool.map(drive, here, mine))
+
+        parts = [p for each in hosts.gathered_or_raised(drive_all) for p in each if p is not None]
+        counters = {name: np.array([c[name] for _, c in parts]) for name in parts[0][1]}
+        episodes = jax.tree.map(lambda *xs: np.concatenate(xs), *(out for out, _ in parts))
+        return episodes, of_shards(counters, len(parts))
 
     def __call__(
         self,
@@ -466,6 +520,12 @@ class HostSampler(Sampler):
         out = super().__call__(params, prompts, key, temperature, streams)
         self.counters |= {f"{part}_s": value for part, value in self.driver.seconds.items()}
         return out
+
+
+def _on(x: jax.Array, device: jax.Device) -> jax.Array:
+    """A device's own copy of an array that all devices have whole."""
+    part = next(shard.data for shard in x.addressable_shards if shard.device == device)
+    return jax.device_put(part, device)
 
 
 def _ask(

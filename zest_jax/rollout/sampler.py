@@ -158,13 +158,14 @@ class Sampler:
         else:
             place = self._placement
             prompt, length, stream, count = place.rows((prompt_NP, length_N, stream_N, dealt_X))
-            draws = Draws(*place.whole((drawn, np.float32(temperature))), stream)
+            drawn, heat = place.whole((drawn, np.float32(temperature)))
+            draws = Draws(drawn, heat, stream)
         out, counters = self._rollout(
             params, self._table, self._retriever, prompt, length, draws, count
         )
         out, counters = hosts.fetch((out, counters))
         out = jax.tree.map(lambda x: x[row_N], out)
-        return out, _of_shards(counters, shards)
+        return out, of_shards(counters, shards)
 
     def on(self, device: jax.Device) -> "Sampler":
         """The same sampler with its arrays on a device; it runs where its params are."""
@@ -200,7 +201,7 @@ class Sampler:
         )
 
 
-def _of_shards(counters: Mapping[str, Any], shards: int) -> dict[str, float]:
+def of_shards(counters: Mapping[str, Any], shards: int) -> dict[str, float]:
     """The counters of shards that ran side by side, as of one: the longest tells the steps."""
     each = {name: np.reshape(value, -1).astype(float) for name, value in counters.items()}
     steps = max(each["decode_steps"].max(), 1.0)

@@ -21,7 +21,13 @@ from jax.sharding import PartitionSpec as P
 
 from zest_jax.models.policy import Params
 from zest_jax.parallel.sharding import BATCH, for_decoding
-from zest_jax.retrieval.split import SplitRetriever, may_split, split_retriever, split_specs
+from zest_jax.retrieval.split import (
+    SplitRetriever,
+    may_split,
+    split_retriever,
+    split_specs,
+    whole_on,
+)
 from zest_jax.rollout.engine import Engine
 from zest_jax.rollout.sampling import Draws
 
@@ -41,11 +47,18 @@ def share_engine(engine: Engine, mesh: Mesh) -> Engine:
     return dataclasses.replace(engine, spec=spec, axes=AXES, lockstep=mesh.shape["tensor"] > 1)
 
 
-def place_retriever(retriever: Any, mesh: Mesh) -> Any:
-    """A retriever on the mesh: shared out by rows where it can be, whole on every device else."""
+def place_retriever(retriever: Any, mesh: Mesh, placed: dict[int, jax.Array] | None = None) -> Any:
+    """A retriever on the mesh: shared out by rows where it can be, whole on every device else.
+
+    Args:
+      retriever: what answers searches.
+      mesh: the devices.
+      placed: arrays that were placed before, by `id`: those are not placed a second time.
+    """
+    placed = {} if placed is None else placed
     if may_split(retriever):
-        return split_retriever(retriever, mesh, AXES)
-    return retriever
+        return split_retriever(retriever, mesh, AXES, placed)
+    return jax.tree.map(functools.partial(whole_on, mesh=mesh, placed=placed), retriever)
 
 
 def rollout_on(engine: Engine, mesh: Mesh) -> Callable[..., Any]:
@@ -73,6 +86,7 @@ def rollout_on(engine: Engine, mesh: Mesh) -> Callable[..., Any]:
         split = may_split(retriever)
         whole = functools.partial(jax.tree.map, lambda _: P())
         rows = P(AXES)
+        specs: Any = (P(), P(), rows)  # of the draws
 
         def shard(params, table, retriever, prompt_NP, prompt_length_N, draws, count_1):  # type: ignore[no-untyped-def]
             if split:
@@ -91,7 +105,7 @@ def rollout_on(engine: Engine, mesh: Mesh) -> Callable[..., Any]:
                 split_specs(retriever, AXES) if split else whole(retriever),
                 rows,
                 rows,
-                Draws(P(), P(), rows),
+                Draws(*specs),
                 rows,
             ),
             out_specs=(rows, rows),

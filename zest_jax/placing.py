@@ -1,0 +1,141 @@
+"""Which devices share a run, and how: the mesh that the config's group `mesh` says or that fits.
+
+Axes (`parallel/mesh.py`): `data` copies the weights and shares the rows; `fsdp` shares both;
+`tensor` shares heads, feed-forward and vocabulary, also while sampling.
+"""
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from zest_jax import assembly, memory_plan, players
+from zest_jax.errors import UserError
+from zest_jax.models import PolicyConfig
+from zest_jax.parallel import AXES, Placement, hosts, make_mesh
+from zest_jax.workdir import Workdir
+
+
+def place(config: Any) -> tuple[Placement, str]:
+    """The devices of a run, of all processes, and what was chosen and why, in words.
+
+    Raises:
+      UserError: the sizes of the config's group `mesh` do not fit the devices.
+    """
+    devices = jax.devices()
+    kind = f"{devices[0].device_kind} ({devices[0].platform})"
+    if len(devices) == 1:
+        _check_sizes(config, 1)
+        return Placement(), kind
+    mesh, why = choose_mesh(config, devices, memory_plan.device_limit())
+    shape = " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
+    processes = jax.process_count()
+    of = f" of {processes} processes" if processes > 1 else ""
+    return Placement(mesh), f"{len(devices)} of {kind}{of}; mesh {shape} ({why})"
+
+
+def choose_mesh(config: Any, devices: Sequence[Any], limit: float | None) -> tuple[Mesh, str]:
+    """The config's mesh over some devices, or the first of a row of meshes whose plan fits.
+
+    The row begins with `data` alone, which exchanges the least, then `fsdp`, then `fsdp` with ever
+    more devices to `tensor`, as far as the key and value heads can be shared.
+
+    Args:
+      config: the run's.
+      devices: all that take part; they need not be there (`jax.experimental.topologies`).
+      limit: bytes of a device; None where it is not known, as on CPUs.
+
+    Returns:
+      The mesh, and why, in words.
+
+    Raises:
+      UserError: see `place`.
+    """
+    count = len(devices)
+    if any(config.mesh[axis] for axis in AXES):
+        _check_sizes(config, count)
+        data, fsdp, tensor = (config.mesh[axis] or 1 for axis in AXES)
+        return make_mesh(data, fsdp, tensor, devices), "as config.mesh says"
+    solver, proposer = shapes(config)
+    heads = [policy.kv_heads for policy in (solver, proposer) if policy is not None]
+    row = [(count, 1, 1), (1, count, 1)]
+    tensor = 2
+    while count % tensor == 0 and all(n % tensor == 0 for n in heads):
+        row.append((1, count // tensor, tensor))
+        tensor *= 2
+    for sizes in row:
+        mesh = make_mesh(*sizes, devices=devices)
+        plan = memory_plan.plan_run(
+            config, solver, mesh=mesh, limit=limit, proposer_policy=proposer
+        )
+        if plan.fits:
+            break
+    else:
+        return mesh, "none of the meshes fits the devices' memory by plan; this shares the most"
+    first = sizes == row[0]
+    return mesh, "all copies fit" if first else "the first mesh whose memory plan fits"
+
+
+def shapes(config: Any) -> tuple[PolicyConfig, PolicyConfig | None]:
+    """Shapes of the solver and of the proposer, None where it begins as the same policy.
+
+    Raises:
+      UserError: a folder cannot be read.
+    """
+    world = None if config.policy.folder else assembly.find_world(config)
+    solver = players.policy_shape(config.policy, config.policy, world)
+    if not config.proposer.folder:
+        return solver, None
+    return solver, players.policy_shape(config.proposer, config.policy, None)
+
+
+def _check_sizes(config: Any, devices: int) -> None:
+    sizes = {axis: config.mesh[axis] for axis in AXES}
+    product = 1
+    for axis, size in sizes.items():
+        if not isinstance(size, int) or isinstance(size, bool) or size < -1:
+            raise UserError(f"mesh.{axis}={size}: expected a size, -1 for the rest, or 0.")
+        product *= size or 1
+    if devices == 1 and product not in (1, -1):
+        raise UserError(
+            f"mesh {sizes} asks for {abs(product)} devices, and there is one; set mesh.data, "
+            "mesh.fsdp and mesh.tensor to 0, which takes all there are."
+        )
+
+
+@contextlib.contextmanager
+def workdir_of(path: str, claim: Callable[[Workdir], object]) -> Iterator[Workdir]:
+    """The run's workdir for the first process; for others a folder of their own that is thrown
+    away, whose checkpoints are the run's.
+
+    So all processes run the same program, and one of them writes the run.
+
+    Args:
+      path: of the workdir.
+      claim: called with it, by the first process.
+
+    Raises:
+      UserError: on every process, where the first one cannot have the workdir.
+    """
+    opened: list[Workdir] = []
+
+    def open_it() -> None:
+        workdir = Workdir(path)
+        opened.append(workdir)
+        claim(workdir)
+
+    with contextlib.ExitStack() as stack:
+        try:
+            hosts.told(open_it)
+            if not opened:
+                scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="zest_jax-"))
+                shared = Path(path) / "checkpoints"
+                opened.append(Workdir(scratch, lock=False, checkpoints=shared))
+            yield opened[0]
+        finally:
+            for workdir in opened:
+                workdir.close()
