@@ -99,7 +99,24 @@ zest_install() {
 }
 
 # Makes .venv or reuses it. The argument is an extra of setup.cfg, such as "test", or empty.
+# One process at a time: the others of a host, or of hosts that share the checkout, wait and reuse
+# it. What is locked is setup.cfg, so that no file is left behind, and nothing is locked after a kill.
 zest_venv() {
+  # Where there is no flock (macOS) nobody starts several processes at once; who may not write here
+  # can only use what is there.
+  if [[ -w setup.cfg ]] && command -v flock >/dev/null 2>&1; then
+    exec 9>>setup.cfg
+    if ! flock --nonblock 9; then
+      zest_say "another process is setting up $ZEST_VENV: waiting for it."
+      flock 9 || zest_say "WARNING: this file system knows no locks; going on without."
+    fi
+  fi
+  zest_venv_alone "$1"
+  # Else the program that is started next would hold it for as long as it runs.
+  exec 9>&-
+}
+
+zest_venv_alone() {
   local extra=$1 stamp=$ZEST_VENV/.zest-stamp flavour sum extras
   local old_flavour='' old_extra='' old_sum=''
   flavour=$(zest_flavour)

@@ -9,6 +9,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ["launch_gpu.sh", "tests/run.sh", ".ci/run", "scripts/venv.sh"]
+ALL = [*SCRIPTS, "launch_tpu.sh", *(f"scripts/tpu_{k}.sh" for k in ("cloud", "run", "worker"))]
+TRAIN = "<-m><zest_jax.train><--config=configs/smoke.py><--workdir=runs/smoke>"
 
 # A python that fits, makes a venv of itself, and writes down everything else it is asked.
 PYTHON = """#!/bin/bash
@@ -74,18 +76,28 @@ def checkout(tmp_path):
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
 def test_shellcheck():
-    done = subprocess.run(["shellcheck", "-x", *SCRIPTS], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(["shellcheck", "-x", *ALL], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
 
+def test_all_are_checked():
+    names = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if names.returncode == 0:
+        there = {name for name in names.stdout.split() if name.endswith(".sh")}
+        assert there | {".ci/run"} == set(ALL)
+    for script in ALL:
+        done = subprocess.run(["bash", "-n", str(ROOT / script)], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+
 def test_they_can_be_started():
-    for script in ["launch_gpu.sh", "tests/run.sh", ".ci/run"]:
+    for script in ["launch_gpu.sh", "launch_tpu.sh", "tests/run.sh", ".ci/run"]:
         assert os.access(ROOT / script, os.X_OK), script
     assert "\nbash tests/run.sh\n" in (ROOT / ".ci/run").read_text()
 
 
 def test_first_start_installs_and_trains_and_the_second_only_trains(checkout):
-    train = "<-m><zest_jax.train><--config=configs/smoke.py><--workdir=runs/smoke>"
+    train = TRAIN
     done = checkout.run("bash", "launch_gpu.sh")
     assert done.returncode == 0, done.stderr
     assert "no NVIDIA GPU found" in done.stderr and "CPU build" in done.stderr
@@ -203,3 +215,88 @@ def test_a_failed_installation_is_tried_again(checkout):
     assert checkout.calls() == ["venv", "pip ."]
     assert checkout.run("bash", "launch_gpu.sh").returncode == 0
     assert checkout.calls()[0] == "pip ."
+
+
+# Says, too, what the launcher told the program by its environment.
+TELLING_PYTHON = PYTHON.replace(
+    "  *) ",
+    """  *) for name in CUDA_VISIBLE_DEVICES ${!ZEST_*}; do
+      [[ -z ${!name+x} ]] || echo "$name=${!name}" >>"$CALLS"
+    done
+    [[ ! -e /proc/$$/fd/9 ]] || echo "holds the lock" >>"$CALLS"
+    """,
+)
+SLURM = {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_NTASKS": "2"}
+
+
+@pytest.mark.parametrize(
+    ("given", "env", "expected"),
+    [
+        ([], {}, ["CUDA_VISIBLE_DEVICES=0"]),
+        (["--devices=all"], {}, []),
+        (["--devices", "2"], {}, ["CUDA_VISIBLE_DEVICES=0,1"]),
+        ([], {"CUDA_VISIBLE_DEVICES": "2,1,0"}, ["CUDA_VISIBLE_DEVICES=2,1,0"]),
+        (["--devices=2"], {"CUDA_VISIBLE_DEVICES": "2,1,0"}, ["CUDA_VISIBLE_DEVICES=2,1"]),
+        ([], {"CUDA_VISIBLE_DEVICES": ""}, ["CUDA_VISIBLE_DEVICES="]),
+        ([], SLURM, ["ZEST_DISTRIBUTED=auto"]),
+        ([], {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2"}, ["CUDA_VISIBLE_DEVICES=0"]),
+        (
+            ["--coordinator=a:80", "--processes", "2", "--process=1"],
+            SLURM,
+            ["ZEST_COORDINATOR=a:80", "ZEST_PROCESS=1", "ZEST_PROCESSES=2"],
+        ),
+    ],
+)
+def test_which_gpus_and_which_process(checkout, given, env, expected):
+    checkout.nvidia("0\\n1\\n2\\n")
+    checkout.add("python3", TELLING_PYTHON)
+    # The stand-in for nvidia-smi tells indices alone, which are no drivers.
+    done = checkout.run("bash", "launch_gpu.sh", *given, **env)
+    assert done.returncode == 0, done.stderr
+    calls = checkout.calls()
+    assert calls[2:] == [*expected, TRAIN]
+    assert ("using one GPU of 3" in done.stderr) == (expected == ["CUDA_VISIBLE_DEVICES=0"])
+
+
+def test_zest_devices_is_the_flag_in_the_environment(checkout):
+    checkout.nvidia("0\\n1\\n2\\n")
+    checkout.add("python3", TELLING_PYTHON)
+    checkout.run("bash", "launch_gpu.sh", ZEST_DEVICES="2")
+    assert "CUDA_VISIBLE_DEVICES=0,1" in checkout.calls()
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["--devices=4"], "there are 3 GPUs to choose from, and --devices asks for 4"),
+        (["--devices=0"], "--devices is a number of GPUs, or all; not 0"),
+        (["--coordinator=a:80"], "need all of --coordinator"),
+        (["--coordinator=a", "--processes=2", "--process=0"], "--coordinator is HOST:PORT"),
+        (["--coordinator=a:80", "--processes=2", "--process=2"], "not 2 of 2"),
+        (["--coordinator=a:80", "--processes=2", "--process"], "--process needs a value"),
+    ],
+)
+def test_mistakes_about_devices_and_processes(checkout, given, words):
+    checkout.nvidia("0\\n1\\n2\\n")
+    done = checkout.run("bash", "launch_gpu.sh", *given)
+    assert done.returncode == 2 and words in done.stderr
+    assert not checkout.calls()
+
+
+@pytest.mark.skipif(shutil.which("flock") is None, reason="there is no flock")
+def test_of_several_processes_one_makes_the_venv(checkout):
+    for name in ("flock", "sleep"):
+        (checkout.tools / name).symlink_to(shutil.which(name))
+    slow = TELLING_PYTHON.replace('echo "pip ', 'sleep 0.5; echo "pip ')
+    checkout.add("python3", slow)
+    env = {"PATH": str(checkout.tools), "CALLS": str(checkout.calls_file)}
+    running = [
+        subprocess.Popen(
+            ["bash", "launch_gpu.sh"], cwd=checkout.path, env=env, stderr=subprocess.PIPE, text=True
+        )
+        for _ in range(3)
+    ]
+    told = [process.communicate(timeout=60)[1] for process in running]
+    assert [process.returncode for process in running] == [0, 0, 0], told
+    assert sum("another process is setting up .venv" in words for words in told) == 2
+    assert checkout.calls() == ["venv", "pip .", TRAIN, TRAIN, TRAIN]
