@@ -129,7 +129,7 @@ follow() {
   local from=$(($1 + 1))
   [[ -e $RUN/log ]] || die "nothing was started on this machine."
   if running; then
-    exec tail --pid="$(told keeper)" --sleep-interval=0.5 --bytes="+$from" --follow "$RUN/log"
+    exec tail --pid="$(told keeper)" --sleep-interval=0.2 --bytes="+$from" --follow "$RUN/log"
   fi
   exec tail --bytes="+$from" "$RUN/log"
 }
