@@ -115,6 +115,8 @@ ABOUT_NODE='csv[no-heading,separator="|"](state,acceleratorType,runtimeVersion,s
 zest_is_gone() {
   case $1 in
     PREEMPTED | TERMINATED | queue:SUSPENDED | queue:SUSPENDING | queue:FAILED) return 0 ;;
+    # A spot slice cannot be started again.
+    STOPPED) [[ -z $spot ]] || return 0 ;;
   esac
   return 1
 }

@@ -89,13 +89,14 @@ zest_set_up() {
 }
 
 # Asks every worker how its program is. Sets workers (their numbers), tellings (a line for each), going
-# (how many run), run_id, stopped, and code: the run's exit code, or "lost" where a program left none.
+# (how many run), run_id (the run that goes), behind (whether a worker knows nothing of that run),
+# stopped, and code: the run's exit code, or "lost" where a program left none.
 zest_look_at_workers() {
-  local line told words number its_state its_id its_code its_stop
+  local line told words number its_state its_id its_code its_stop ids=''
   # shellcheck disable=SC2016  # the worker's shell is to expand it
   words='f=~/zest_jax/scripts/tpu_worker.sh; if [ -f "$f" ]; then bash "$f" status'
   words+='; else echo zest-worker 0 none - - -; fi'
-  workers=() tellings=() going=0 run_id='' stopped='' code=''
+  workers=() tellings=() going=0 run_id='' behind='' stopped='' code=''
   if [[ -n $dry_run ]]; then
     zest_ssh all "$words"
     return
@@ -104,7 +105,7 @@ zest_look_at_workers() {
   while read -r line; do
     [[ $line == zest-worker\ * ]] || continue
     read -r _ number its_state its_id its_code its_stop <<<"$line"
-    workers+=("$number")
+    workers+=("$number") ids+=" $its_id"
     tellings+=("worker $number: $its_state, run $its_id, exit code $its_code")
     [[ $its_stop != stopped ]] || stopped=1
     case $its_state in
@@ -113,6 +114,9 @@ zest_look_at_workers() {
       lost) code=$(zest_graver "$code" lost) ;;
     esac
   done <<<"$told"
+  for line in $ids; do
+    [[ -z $run_id || $line == "$run_id" ]] || behind=1
+  done
 }
 
 # Which of two workers' exit codes is the run's. If one process goes, its peers fail too, so that
@@ -153,7 +157,7 @@ zest_watch() {
       fi
     else
       zest_look
-      if [[ $state == ABSENT ]] || zest_is_gone "$state"; then
+      if [[ $state == ABSENT || $state == STOPPED ]] || zest_is_gone "$state"; then
         return 1
       fi
       zest_say "the connection to $name ($state) was lost; the run goes on. Trying again."
@@ -189,8 +193,15 @@ zest_begin() {
     [[ ${run_id%%-*} == "$print" ]] ||
       zest_die "another run is going on $name; follow it with $(me_at logs)
 or end it (it saves) with $(me_at stop)" 2
+  fi
+  if ((going)) && [[ -z $behind ]]; then
     zest_say "the run is going already."
   else
+    if ((going)); then
+      # They wait for their peers, and have done nothing yet.
+      zest_say "not every worker has begun: starting all of them again."
+      zest_ssh all "$(zest_on_worker stop now)" || return
+    fi
     zest_set_up || return
     run_id=$print-$(date -u +%Y%m%dT%H%M%SZ)
     zest_ssh all "$(zest_on_worker start "$run_id" ZEST_PREEMPTED_EXIT=75 \
@@ -201,7 +212,7 @@ or end it (it saves) with $(me_at stop)" 2
 
 # The whole of it; exits with the program's code.
 zest_run_on_slice() {
-  local unreached=0 crashed=0
+  local unreached=0 crashed=0 begun
   trap 'zest_say "the run on $name goes on, and costs what it costs.
 Its log: $(me_at logs)
 To end it (it saves): $(me_at stop)
@@ -217,10 +228,10 @@ With several workers ssh needs the key in an agent: ssh-add ~/.ssh/google_comput
       sleep "$POLL"
       continue
     fi
-    unreached=0
+    unreached=0 begun=$SECONDS
     if ! zest_watch; then
       [[ $state != ABSENT ]] || zest_die "$name was deleted; the same command makes it again."
-      zest_say "$name was preempted (${state#queue:})."
+      ! zest_is_gone "$state" || zest_say "$name was preempted (${state#queue:})."
       continue
     fi
     if [[ -n $dry_run ]]; then
@@ -251,6 +262,8 @@ With several workers ssh needs the key in an agent: ssh-add ~/.ssh/google_comput
 interrupted); not started again."
       zest_finish "$code"
     fi
+    # A machine that is repaired every other day is no reason to give up.
+    ((SECONDS - begun < 1800)) || crashed=0
     ((crashed += 1))
     if ((crashed > 3)); then
       zest_say "the program was killed $crashed times on a healthy slice (code $code); giving up."

@@ -99,8 +99,8 @@ keep() {
   printf '%s\n' $$ >"$RUN/keeper.new"
   mv "$RUN/keeper.new" "$RUN/keeper"
   # shellcheck disable=SC2016  # the inner shell is to expand them
-  bash -c 'printf "%s\n" $$ >"$1"; shift; exec "$@"' - "$RUN/pid" .venv/bin/python -m "$@" ||
-    code=$?
+  setsid --wait bash -c 'printf "%s\n" $$ >"$1"; shift; exec "$@"' - "$RUN/pid" \
+    .venv/bin/python -m "$@" || code=$?
   for word; do
     [[ $word != --workdir=gs://* ]] || workdir=${word#*=}
   done
@@ -141,7 +141,8 @@ stop() {
   fi
   : >"$RUN/stopped"
   if [[ ${1:-} == now ]]; then
-    kill -KILL "$(told pid)"
+    # With all that it started, which would hold the lock (and the chips) on.
+    kill -KILL -- "-$(told pid)"
   else
     kill -TERM "$(told pid)"
   fi

@@ -1,9 +1,11 @@
 """A stand-in for Cloud TPU: a `gcloud` that keeps a slice in a file and runs what it is told on
 workers that are folders of this machine.
 
-Every worker has a home of its own, a Python that is too old, a metadata server, and a program whose
-behaviour a test writes as a few lines of shell. Faults are told in advance, a list for each
-operation: `create`, `describe`, `setup`, `start`, `follow`, `status`, `stop`.
+Every worker has a home of its own, a Python that is too old, a metadata server, and a program
+whose behaviour a test writes as a few lines of shell. Faults are told in advance, a list for each
+operation: `create`, `describe`, `setup`, `start`, `follow`, `status`, `stop`. Of commands on
+workers: `dropped` (the connection, after a while), `partly` (only worker 0 was reached), `twice`
+(as gcloud does where the answer was lost), `preempted` and `deleted` (the slice).
 """
 
 import contextlib
@@ -306,8 +308,13 @@ def ssh(cloud: Path, words: list[str], fault: str) -> int:
     command = next(word for word in words if word.startswith("--command="))[len("--command=") :]
     which = next(word for word in words if word.startswith("--worker="))[len("--worker=") :]
     count = state["workers"]
-    running = []
-    for k in range(count) if which == "all" else [int(which)]:
+    running: list[subprocess.Popen] = []
+    chosen = range(count) if which == "all" else [int(which)]
+    if fault == "partly":
+        chosen = [0]
+    elif fault == "twice":
+        chosen = [k for k in chosen for _ in range(2)]
+    for k in chosen:
         env = {
             "PATH": f"{cloud / 'tools'}:/usr/bin:/bin",
             "HOME": str(home(cloud, k)),
@@ -317,6 +324,8 @@ def ssh(cloud: Path, words: list[str], fault: str) -> int:
         }
         # gcloud splits at blanks and ssh joins with them; the login shell reads what comes of it.
         line = " ".join(command.split(" "))
+        if fault == "twice" and running:
+            running[-1].wait()
         running.append(subprocess.Popen(["bash", "-c", line], cwd=env["HOME"], env=env))
     if fault in ("dropped", "preempted", "deleted"):
         wait_for_log(cloud)
@@ -335,6 +344,8 @@ def ssh(cloud: Path, words: list[str], fault: str) -> int:
         save(cloud, load(cloud) | {"slice": there})
         return refuse("dropped", 255)
     codes = [process.wait() for process in running]
+    if fault == "partly":
+        return refuse("dropped", 255)
     return next((code for code in codes if code), 0)
 
 

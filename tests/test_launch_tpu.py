@@ -128,6 +128,16 @@ def test_a_dropped_connection_neither_ends_nor_repeats_anything(cloud):
     assert cloud.attempts() == 1 and "the run goes on. Trying again" in done.stderr
 
 
+def test_a_start_that_reached_some_workers_is_made_again_on_all(cloud):
+    cloud.make_slice()
+    cloud.save(workers=2, faults={"start": ["partly", "twice"]})
+    cloud.program("((ATTEMPT == 2 || WORKER == 1)) || sleep 60; echo together; sleep 0.5")
+    done = cloud.run()
+    assert done.returncode == 0 and done.stdout == "together\n", done.stderr
+    assert "not every worker has begun" in done.stderr
+    assert cloud.attempts(0) == 2 and cloud.attempts(1) == 1
+
+
 def test_a_cloud_that_does_not_answer_is_waited_for(cloud):
     cloud.make_slice()
     cloud.save(faults={"follow": ["dropped"], "describe": ["network", "", "network"]})
