@@ -91,14 +91,15 @@ esac
   zest_die "$command does not know ${args[0]}; see ./launch_tpu.sh help" 2
 [[ -z $spot || -z $reserved ]] || zest_die "--spot and --reserved exclude each other." 2
 
-# The value of a flag among the program's arguments, if it is there.
+# The value of a flag among the program's arguments, the last if there are several, or nothing.
 given() {
-  local word previous=''
+  local word previous='' value=''
   for word in ${args[@]+"${args[@]}"}; do
-    case $word in "--$1="* | "-$1="*) printf '%s' "${word#*=}" ;; esac
-    case $previous in "--$1" | "-$1") printf '%s' "$word" ;; esac
+    case $word in "--$1="* | "-$1="*) value=${word#*=} ;; esac
+    case $previous in "--$1" | "-$1") value=$word ;; esac
     previous=$word
   done
+  printf '%s' "$value"
 }
 
 if [[ -z $name ]]; then
@@ -203,7 +204,7 @@ case $command in
       for number in ${workers[@]+"${workers[@]}"}; do
         zest_ssh "$number" 'cat ~/zest-run/log' >"$folder/worker-$number.log"
       done
-      zest_say "the logs are in $folder."
+      [[ -n $dry_run ]] || zest_say "the logs are in $folder."
     else
       zest_ssh "$worker" "$(zest_on_worker follow 0)"
     fi

@@ -87,7 +87,7 @@ start() {
 
 # Runs the program, and writes down what became of it.
 keep() {
-  local code=0 workdir='' word
+  local code=0 workdir='' word previous='' told_to_end=''
   while [[ $1 != -- ]]; do
     export "${1?}"
     shift
@@ -95,14 +95,19 @@ keep() {
   shift
   # A machine that is shut down signals every process. The program saves and ends; a shell with a
   # trap waits for it.
-  trap : TERM INT HUP
+  trap told_to_end=1 TERM
+  trap : INT HUP
   printf '%s\n' $$ >"$RUN/keeper.new"
   mv "$RUN/keeper.new" "$RUN/keeper"
   # shellcheck disable=SC2016  # the inner shell is to expand them
   setsid --wait bash -c 'printf "%s\n" $$ >"$1"; shift; exec "$@"' - "$RUN/pid" \
     .venv/bin/python -m "$@" || code=$?
+  # A program that ends well when it is told to end is not done.
+  [[ -z $told_to_end || $code != 0 ]] || code=75
   for word; do
     [[ $word != --workdir=gs://* ]] || workdir=${word#*=}
+    [[ $previous != --workdir || $word != gs://* ]] || workdir=$word
+    previous=$word
   done
   if [[ -n $workdir ]] && command -v gcloud >/dev/null 2>&1; then
     # A preempted machine takes its disk with it, half a minute after the signal.
@@ -122,7 +127,7 @@ status() {
   [[ ! -e $RUN/code ]] || state=ended
   ! running || state=running
   [[ ! -e $RUN/stopped ]] || stopped=stopped
-  printf 'zest-worker %s %s %s %s %s\n' "$number" "$state" "$(told id)" "$(told code)" "$stopped"
+  printf 'zest-worker %s %s %s %s %s\n' "${number:-0}" "$state" "$(told id)" "$(told code)" "$stopped"
 }
 
 follow() {

@@ -110,9 +110,17 @@ def test_a_run_is_taken_up_on_a_preempted_slice_at_the_same_price(cloud):
     assert {"--accelerator-type=v6e-8", "--version=v2-alpha-tpuv6e", "--spot"} <= set(create)
 
 
-def test_a_program_told_to_end_by_the_machine_is_started_again(cloud):
+@pytest.mark.parametrize(
+    "end",
+    [
+        "exit 75",
+        # A machine's end signals all; the program of then says nothing by its exit code.
+        'kill -TERM "$(cat ~/zest-run/keeper)"; sleep 0.2; exit 0',
+    ],
+)
+def test_a_program_told_to_end_by_the_machine_is_started_again(cloud, end):
     cloud.make_slice()
-    cloud.program('((ATTEMPT > 1)) || exit 75; echo "went on"')
+    cloud.program(f'((ATTEMPT > 1)) || {{ {end}; }}; echo "went on"')
     done = cloud.run()
     assert done.returncode == 0 and "went on" in done.stdout
     assert cloud.operations("create", "delete") == [] and cloud.attempts() == 2
