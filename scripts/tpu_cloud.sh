@@ -52,6 +52,8 @@ zest_tpus() {
   return "$code"
 }
 
+zest_not_found() { zest_failed_with 'NOT_FOUND|was not found'; }
+
 zest_failed_with() { grep -Eiq -- "$1" "$errors"; }
 
 # Whether gcloud can be used at all. Sets place.
@@ -96,14 +98,14 @@ zest_look() {
     [[ -z $its_request ]] || queued=1
     return
   fi
-  if ! zest_failed_with 'NOT_FOUND|was not found'; then
+  if ! zest_not_found; then
     cat "$errors" >&2
     return
   fi
   if told=$(zest_tpus queued-resources describe "$name" '--format=value(state.state)'); then
     state=queue:$told
     queued=1
-  elif zest_failed_with 'NOT_FOUND|was not found'; then
+  elif zest_not_found; then
     state=ABSENT
   else
     cat "$errors" >&2
@@ -166,15 +168,17 @@ smaller slice may fit, or ask for more on the console's page of quotas."
 
 # Deletes what there is of the slice.
 zest_delete_slice() {
-  local code=0
   if [[ -n $queued ]]; then
-    zest_tpus queued-resources delete "$name" --force || code=$?
-  else
-    zest_tpus tpu-vm delete "$name" || code=$?
+    zest_tpus queued-resources delete "$name" --force && return
+    zest_not_found || {
+      cat "$errors" >&2
+      return 1
+    }
+    # It was not made through the queue.
   fi
-  ((code == 0)) || zest_failed_with 'NOT_FOUND|was not found' || {
+  zest_tpus tpu-vm delete "$name" || zest_not_found || {
     cat "$errors" >&2
-    return "$code"
+    return 1
   }
 }
 

@@ -56,12 +56,16 @@ and to make room for another request: $(me_at delete)"
   done
 }
 
-# Asks for the slice; fails where none is free now.
+# Asks for the slice and counts that in made; fails where none is free now.
 zest_ask() {
   local code=0
   zest_ask_for_slice || code=$?
-  ((code == 0)) || zest_say "no $type is free in $zone; asking again in $POLL s
+  if ((code == 0)); then
+    made=$((${made:-0} + 1))
+  else
+    zest_say "no $type is free in $zone; asking again in $POLL s
 (--queued waits in Cloud TPU's own queue)."
+  fi
   return "$code"
 }
 
@@ -210,17 +214,29 @@ or end it (it saves) with $(me_at stop)" 2
   folder=runs/tpu-$name/$run_id
 }
 
-# The whole of it; exits with the program's code.
-zest_run_on_slice() {
-  local unreached=0 crashed=0 begun
-  trap 'zest_say "the run on $name goes on, and costs what it costs.
+zest_interrupted() {
+  if [[ -n $folder ]]; then
+    zest_say "the run on $name goes on, and costs what it costs.
 Its log: $(me_at logs)
 To end it (it saves): $(me_at stop)
 Nobody starts it again after a preemption until you give the same command as before."
-exit 130' INT
-  was_ready='' folder=''
+  else
+    zest_say "the run had not begun. The slice may be there, or be on its way, and costs money until:
+$(me_at delete)"
+  fi
+  exit 130
+}
+
+# The whole of it; exits with the program's code.
+zest_run_on_slice() {
+  local unreached=0 crashed=0 begun before
+  trap zest_interrupted INT
+  was_ready='' folder='' made=0
   while :; do
+    before=$made
     zest_bring_up
+    # What went wrong on another machine does not count.
+    ((made == before)) || unreached=0
     if ! zest_begin; then
       ((unreached += 1))
       ((unreached < 5)) || zest_die "the workers of $name could not be set up or reached (see above).

@@ -110,6 +110,30 @@ def test_a_run_is_taken_up_on_a_preempted_slice_at_the_same_price(cloud):
     assert {"--accelerator-type=v6e-8", "--version=v2-alpha-tpuv6e", "--spot"} <= set(create)
 
 
+def test_a_slice_made_without_the_queue_is_replaced_by_one_from_it(cloud):
+    cloud.make_slice(state="PREEMPTED")
+    done = cloud.run("--queued")
+    assert done.returncode == 0, done.stderr
+    made = [words[2:4] for words in cloud.calls() if {"create", "delete"} & set(words)]
+    assert made == [
+        ["queued-resources", "delete"],
+        ["tpu-vm", "delete"],
+        ["queued-resources", "create"],
+    ]
+
+
+def test_interrupted_before_the_run_began_it_tells_of_the_slice(cloud):
+    cloud.save(faults={"create": ["capacity"] * 1000})
+    running = cloud.start(
+        *["run", "--name=mine", "--zone=z", "--type=v5e-8", "--repo=.", "--bucket=gs://b"],
+        "--config=c.py",
+    )
+    wait_until(lambda: "create" in cloud.operations())
+    os.killpg(running.pid, signal.SIGINT)
+    _, told = running.communicate(timeout=30)
+    assert running.returncode == 130 and "the run had not begun" in told
+
+
 @pytest.mark.parametrize(
     "end",
     [
