@@ -7,3 +7,19 @@ class UserError(Exception):
     Programs print the sentence and exit non-zero, without a traceback. Errors of ours are never
     of this type: they stay loud.
     """
+
+
+class Stopped(Exception):
+    """The run was asked to stop, and everything that it has done is saved.
+
+    Args:
+      sentence: for the user.
+      code: exit code of the program.
+      at_once: whether it was raised in the middle of something, so that a compiled step may still
+        be running.
+    """
+
+    def __init__(self, sentence: str, code: int, at_once: bool = False):
+        super().__init__(sentence)
+        self.code = code
+        self.at_once = at_once
