@@ -256,6 +256,8 @@ def get_config() -> ConfigDict:
     c.checkpoint = ConfigDict()
     c.checkpoint.every = 20  # updates between checkpoints (and at the end of every phase)
     c.checkpoint.keep = 2  # newest checkpoints kept
+    c.checkpoint.keep_best = True  # and the one of the best held-out EM; one more save an iteration
+    c.checkpoint.asynchronous = True  # written while the run goes on, from a copy in host memory
 
     c.guards = ConfigDict()  # warnings (docs/guards.md); a bound of 0 turns its warning off
     c.guards.steps = 20  # steps that a warning looks back on, N

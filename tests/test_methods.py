@@ -112,7 +112,7 @@ def test_ssp_and_its_replay_pool_outlive_a_kill(place, tmp_path):
     killed = tmp_path / "killed"
     shutil.copytree(tmp_path / "run", killed)
     for checkpoint in (killed / "checkpoints").iterdir():
-        if checkpoint.name.isdigit() and int(checkpoint.name) > 2:
+        if checkpoint.name.isdigit() and int(checkpoint.name) > 3:
             shutil.rmtree(checkpoint)
     _, again = run(place, killed, "configs/ssp.py:atlas", *keeps)
     assert tiny_run.untimed(of(again, "online")[1]) == tiny_run.untimed(steps[1])
@@ -146,7 +146,7 @@ def test_zest_search_with_two_policies_that_are_not_alike(place, tmp_path):
     killed = tmp_path / "killed"
     shutil.copytree(tmp_path / "run", killed)
     for checkpoint in (killed / "checkpoints").iterdir():
-        if checkpoint.name.isdigit() and int(checkpoint.name) > 2:
+        if checkpoint.name.isdigit() and int(checkpoint.name) > 3:
             shutil.rmtree(checkpoint)
     _, again = run(place, killed, config, *keeps)
     assert tiny_run.untimed(of(again, "online")[1]) == tiny_run.untimed(steps[1])

@@ -174,8 +174,8 @@ class Checkpoints:
             except DamagedError as error:
                 damaged[each] = error
                 continue
-            for bad, reason in damaged.items():
-                self._say(f"checkpoint {bad} is damaged ({reason}); going on from checkpoint {each}")
+            for bad, why in damaged.items():
+                self._say(f"checkpoint {bad} is damaged ({why}); going on from checkpoint {each}")
             self._set_aside(list(damaged))
             return each, state, host
         told = "; ".join(f"checkpoint {each} is damaged ({why})" for each, why in damaged.items())

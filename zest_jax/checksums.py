@@ -48,7 +48,8 @@ def checksums(tree: Any) -> dict[str, int]:
 
 def _near(leaf: jax.Array) -> str:
     """The kind of memory that computations on the leaf's devices read."""
-    return next(iter(leaf.sharding.device_set)).default_memory().kind
+    device: Any = next(iter(leaf.sharding.device_set))
+    return device.default_memory().kind
 
 
 def _elsewhere(leaf: jax.Array) -> bool:

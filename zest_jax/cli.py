@@ -9,6 +9,7 @@
 
 Exit codes: 0 done; 1 an error of ours (with its traceback); 2 a user's mistake; 3 out of memory;
 4 disk full; 130 interrupted. Codes 2, 3, 4 and 130 print one sentence on stderr and no traceback.
+A run that SIGTERM stopped has saved everything: 0 (or what ZEST_PREEMPTED_EXIT says), a sentence.
 Nothing heavy is imported before the flags are read: a mistyped flag is answered at once.
 """
 
@@ -27,7 +28,7 @@ from pathlib import Path
 from absl import flags
 
 from zest_jax import config as config_lib
-from zest_jax.errors import UserError
+from zest_jax.errors import Stopped, UserError
 
 EXIT_OK = 0
 EXIT_BUG = 1
@@ -137,7 +138,8 @@ def program(
                 logging.getLogger("asyncio").setLevel(logging.CRITICAL)
                 warnings.simplefilter("ignore", RuntimeWarning)
                 print(f"zest_jax: {sentence}", file=sys.stderr, flush=True)
-            if code == EXIT_INTERRUPTED and as_program:
+            abrupt = isinstance(error, KeyboardInterrupt) or getattr(error, "at_once", False)
+            if abrupt and as_program:
                 # A compiled step may still be running in a thread of its own, and dies with a
                 # segmentation fault if the interpreter is taken down around it.
                 sys.stdout.flush()
@@ -155,6 +157,8 @@ def explain(error: BaseException, memory_hint: str = MEMORY_HINT) -> tuple[int, 
     if isinstance(error, UserError):
         text = str(error)
         return EXIT_USER, text if text.endswith((".", "?")) else f"{text}."
+    if isinstance(error, Stopped):
+        return error.code, str(error)
     if isinstance(error, KeyboardInterrupt):
         return EXIT_INTERRUPTED, "interrupted; run the same command to resume."
     chain = list(_causes(error))

@@ -63,9 +63,9 @@ def load_role(
         raise UserError(f"the role is one of {', '.join(ROLES)}, not {role!r}.")
     config = read_config(workdir_path)
     workdir = Workdir(workdir_path, lock=False)
-    with Checkpoints(workdir.checkpoints, config.checkpoint.keep) as checkpoints:
-        number = checkpoints.latest
-        if number is None:
+    with Checkpoints(workdir.checkpoints, keep=None) as checkpoints:
+        number = None  # the newest that is not damaged
+        if checkpoints.latest is None:
             raise UserError(f"{workdir_path} has no checkpoint yet; let the run come further.")
         if step is not None:
             steps = checkpoints.steps()

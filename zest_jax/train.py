@@ -23,8 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from zest_jax import assembly, behaviour, cli, evaluation, memory_plan, placing, preflight, records
+from zest_jax import resume
 from zest_jax import workdir as workdir_lib
-from zest_jax.checkpoint import Checkpoints
 from zest_jax.config import config_hash
 from zest_jax.errors import UserError
 from zest_jax.fallback import build_fallback
@@ -40,6 +40,7 @@ from zest_jax.proposing import Probe, Proposing
 from zest_jax.report import write_report
 from zest_jax.rewards.terms import NEEDS_DIFFICULTY, needs, proposer_reward
 from zest_jax.solving import Attempts, Solving
+from zest_jax.stopping import Stopper
 from zest_jax.tasks import cloning, proposals
 from zest_jax.tasks.question_quality import Oracle
 from zest_jax.tasks.refill import REFILLS, Pool, Shelf
@@ -54,19 +55,21 @@ from zest_jax.workdir import Workdir
 
 def main(config: Any, workdir_path: str) -> None:
     """One run, from its config to its report, in a workdir that is its own."""
-    hosts.initialize()
+    hosts.initialize()  # before the signals are listened to, which it would take over
     claim = functools.partial(
         Workdir.claim, config=config, may_differ=("log", "checkpoint", "guards")
     )
-    with placing.workdir_of(workdir_path, claim) as workdir:
+    with Stopper() as stop, placing.workdir_of(workdir_path, claim) as workdir:
         with Progress(log=workdir.log, stream=hosts.stream()) as progress:
             placement, device = placing.place(config)
             progress.say(f"{device}, config {config_hash(config)}")
             with placement.active():
-                run(config, workdir, progress, placement, device)
+                run(config, workdir, progress, stop, placement, device)
 
 
-def run(c: Any, workdir: Workdir, progress: Progress, place: Placement, device: str) -> None:
+def run(
+    c: Any, workdir: Workdir, progress: Progress, stop: Stopper, place: Placement, device: str
+) -> None:
     """The run itself."""
     # ------------------------------------------------------------------------------------------
     # What is told while it runs
@@ -147,20 +150,14 @@ def run(c: Any, workdir: Workdir, progress: Progress, place: Placement, device: 
     # ------------------------------------------------------------------------------------------
     phases = assembly.phases(c)
     state = place.params(assembly.initial_state(c, parts))
-    host: dict[str, Any] = {"saves": 0, "phase": 0, "phase_step": 0, "step": 0}
-    host |= {"records": 0, "retraces": 0, "seconds": {}, "base": assembly.base_of(parts)}
-    host["pool"] = []
-    checkpoints = Checkpoints(workdir.checkpoints, c.checkpoint.keep)
-    if checkpoints.latest is not None:
-        _, state, host = checkpoints.restore(state)
-        assembly.check_base(host, parts)
-        say(f"resumed at step {host['step']}")
+    checkpoints = resume.checkpoints_of(c, workdir, say)
+    state, host, resumed = resume.begin(checkpoints, state, parts, say)
     pool = Pool.from_json(host["pool"])
     retraces_before = host["retraces"]
     watch = Stopwatch(host["seconds"])
     watch.add("start", time.perf_counter() - begun)
-    resumed = checkpoints.latest is not None
     metrics = MetricsWriter(workdir, host["step"] if resumed else None, host["records"])
+    resume.cut_back(workdir, host, phases)
     guards = Guards(c.guards, read_metrics(workdir.metrics_jsonl))
     times = StepTimes(watch)
     attempt = times.part("rollout", solving.attempt)
@@ -168,8 +165,6 @@ def run(c: Any, workdir: Workdir, progress: Progress, place: Placement, device: 
     cloning_step, solver_update, proposer_update = (
         times.part("update", step) for step in (cloning_step, solver_update, proposer_update)
     )
-    for log in ("proposals.jsonl", "episodes.jsonl", "rewards.jsonl"):
-        workdir_lib.truncate_after(workdir.rollouts / log, host["step"])
 
     def rng(word: str) -> np.random.Generator:
         return np.random.default_rng([c.seed, *word.encode(), host["step"]])
@@ -177,14 +172,14 @@ def run(c: Any, workdir: Workdir, progress: Progress, place: Placement, device: 
     def key(word: str) -> jax.Array:
         return assembly.random_key(c.seed, word, host["step"])
 
-    def save() -> None:
+    def save(score: float | None = None) -> None:
         with watch("checkpoint"):
             # Numbered by save, not by step: the end of a phase changes the state without a step.
             host["saves"] += 1
             host.update(records=metrics.count, seconds=watch.seconds, pool=pool.to_json())
             host["retraces"] = retraces_before + traces.retraces
             metrics.sync()
-            checkpoints.save(host["saves"], state, host)
+            checkpoints.save(host["saves"], state, host, score)
 
     def advance(
         bar: Any, record: dict[str, float], phase: str, ends: bool = False, **shown: float
@@ -201,8 +196,11 @@ def run(c: Any, workdir: Workdir, progress: Progress, place: Placement, device: 
         bar.advance(**shown)
         for warning in warned:
             say(warning.text)
-        if host["phase_step"] % c.checkpoint.every == 0 and not ends:
+        asked = not ends and stop.due()
+        if asked or (host["phase_step"] % c.checkpoint.every == 0 and not ends):
             save()
+        if asked:
+            stop.end(host["step"])
 
     def stop_if_not_finite(record: dict[str, float], batch: Any, advantage_N: Any = None) -> None:
         """Ends the run at an update that was not finite, and so not made; keeps what replays it."""
@@ -242,7 +240,7 @@ def run(c: Any, workdir: Workdir, progress: Progress, place: Placement, device: 
         workdir_lib.write_jsonl(path, records)
         summary = evaluation.summarise(answered["greedy"], c.evaluation.draws)
         summary["em_sampled"] = float(np.mean([a.em for a in answered["sampled"]]))
-        if params is None:
+        if params is None or host["evaluated"] == name:
             return summary, answered["greedy"]
         flat = evaluation.flat_metrics(summary) | {"eval/em_sampled": summary["em_sampled"]}
         metrics.write(host["step"], "eval", flat)
@@ -460,7 +458,7 @@ def run(c: Any, workdir: Workdir, progress: Progress, place: Placement, device: 
     # Iterated and labelled: the solver alone
     # ------------------------------------------------------------------------------------------
     def solver_phase(phase: assembly.Phase, bar: Any) -> None:
-        with watch("generation"):
+        with watch("generation"), stop.saved(host["step"]):
             tasks = generate(phase)
         per_step, group = c.solver.tasks_per_step, c.solver.group_size
         order = np.random.default_rng([c.seed, 7, phase.iteration]).permutation(len(tasks))
@@ -542,16 +540,20 @@ def run(c: Any, workdir: Workdir, progress: Progress, place: Placement, device: 
             "online": online_phase,
         }
         evaluated: dict[str, Any] = {}
-        if checkpoints.latest is None:
+        if not resumed:
             save()
         for number in range(host["phase"], len(phases) + 1):
             # Held-out questions are asked where an iteration begins, and at the end.
-            evolved = [p for p in phases[:number] if p.kind in ("solver", "online")]
+            evolved = [p for p in phases[:number] if p.kind in resume.EVOLVING]
             ends = number == len(phases)
             begins = not ends and host["phase_step"] == 0 and assembly.begins(phases, number)
             if ends or (begins and (not evolved or c.evaluation.every_iteration)):
                 name = f"iteration_{len(evolved)}"
-                evaluated[name] = evaluate(name, state["solver"].params)
+                with stop.saved(host["step"]):
+                    evaluated[name] = evaluate(name, state["solver"].params)
+                if c.checkpoint.keep_best and host["evaluated"] != name:
+                    host["evaluated"] = name
+                    save(evaluated[name][0]["em"])
             if ends:
                 break
             phase = phases[number]
@@ -574,6 +576,7 @@ def run(c: Any, workdir: Workdir, progress: Progress, place: Placement, device: 
         # --------------------------------------------------------------------------------------
         # The report
         # --------------------------------------------------------------------------------------
+        checkpoints.wait()
         if c.schedule.iterations:
             before = evaluated.get("iteration_0") or evaluate("iteration_0", None)
             after = evaluated[f"iteration_{c.schedule.iterations}"]

@@ -1,0 +1,172 @@
+"""Checkpoints that are not what was saved: noticed, said, and the one before used."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from zest_jax.checkpoint import CheckpointError, Checkpoints
+from zest_jax.checksums import checksums
+from zest_jax.errors import UserError
+
+
+def state_of(value: float) -> dict:
+    return {"weights": jnp.arange(64.0).reshape(8, 8) + value, "step": jnp.int32(value)}
+
+
+def make(folder, count=2) -> None:
+    with Checkpoints(folder, keep=9) as checkpoints:
+        for number in range(1, count + 1):
+            checkpoints.save(number, state_of(number), {"step": number})
+
+
+def restore(folder) -> tuple[int, list[str]]:
+    """Which checkpoint is gone on from, and what is said."""
+    told: list[str] = []
+    with Checkpoints(folder, keep=9, say=told.append) as checkpoints:
+        number, state, host = checkpoints.restore(state_of(0))
+        assert host == {"step": number}
+        np.testing.assert_array_equal(state["weights"], state_of(number)["weights"])
+        # The number is free again, whatever stood there.
+        checkpoints.save(number + 1, state_of(number + 1), {"step": number + 1})
+    return number, told
+
+
+def garble(path) -> None:
+    data = bytearray(path.read_bytes())
+    middle = len(data) // 2
+    data[middle : middle + 8] = b"\xff" * len(data[middle : middle + 8])
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("how", ["cut", "gone", "garbled"])
+def test_any_file_may_be_hurt(tmp_path, how):
+    make(tmp_path / "whole")
+    files = [p for p in sorted((tmp_path / "whole" / "2").rglob("*")) if p.is_file()]
+    assert len(files) > 4
+    hurt = {
+        "cut": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+        "gone": lambda path: path.unlink(),
+        "garbled": garble,
+    }[how]
+    make(tmp_path / "c")
+    noticed = 0
+    for name in [p.relative_to(tmp_path / "whole") for p in files]:
+        path = tmp_path / "c" / name
+        if not path.exists():  # its name is drawn anew by every save
+            path = next(p for p in sorted(path.parent.iterdir()) if p.is_file())
+        hurt(path)
+        number, told = restore(tmp_path / "c")
+        assert number in (1, 2)
+        if number == 1:
+            noticed += 1
+            assert len(told) == 1 and told[0].startswith("checkpoint 2 is damaged (")
+            assert told[0].endswith("; going on from checkpoint 1")
+            assert (tmp_path / "c" / "damaged-2").is_dir()
+        else:
+            # Nothing that is needed, and the numbers were compared; bring back the start.
+            (tmp_path / "c" / "3").rename(tmp_path / "c" / f"x{noticed}")
+            assert not told
+    assert noticed >= 2
+
+
+def test_one_wrong_number_in_an_array(tmp_path, monkeypatch):
+    make(tmp_path)
+    real = checksums
+
+    def other(tree):
+        return real(tree) | {"['step']": 7}
+
+    with monkeypatch.context() as patch:
+        patch.setattr("zest_jax.checkpoint.checksums", other)
+        with Checkpoints(tmp_path, keep=9) as checkpoints:
+            checkpoints.save(3, state_of(3), {"step": 3})
+    number, told = restore(tmp_path)
+    assert number == 2
+    assert told == [
+        "checkpoint 3 is damaged (array ['step'] is not what was saved); going on from checkpoint 2"
+    ]
+
+
+def test_none_is_good(tmp_path):
+    make(tmp_path)
+    for number in (1, 2):
+        path = tmp_path / str(number) / "host" / "metadata"
+        noted = json.loads(path.read_text())
+        noted["host"]["step"] = 99
+        path.write_text(json.dumps(noted))
+    with Checkpoints(tmp_path) as checkpoints:
+        with pytest.raises(UserError) as error:
+            checkpoints.restore(state_of(0))
+    for word in (str(tmp_path), "checkpoint 2 is damaged", "checkpoint 1", "another workdir"):
+        assert word in str(error.value)
+    # Nothing is moved: another version may read them.
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["1", "2"]
+
+
+def test_a_reader_changes_nothing(tmp_path):
+    make(tmp_path)
+    next((tmp_path / "2" / "host").iterdir()).unlink()
+    (tmp_path / "3.orbax-checkpoint-tmp").mkdir()  # the run goes on
+    before = sorted(tmp_path.rglob("*"))
+    told: list[str] = []
+    with Checkpoints(tmp_path, keep=None, say=told.append) as checkpoints:
+        assert checkpoints.steps() == {1: 1} and len(told) == 1
+        assert checkpoints.restore(state_of(0))[0] == 1
+        with pytest.raises(UserError, match="choose another"):
+            checkpoints.restore(state_of(0), 2)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_larger_state_than_the_device_is_no_damage(tmp_path, monkeypatch):
+    make(tmp_path)
+
+    def full(tree):
+        raise ValueError("RESOURCE_EXHAUSTED: no memory")
+
+    with Checkpoints(tmp_path) as checkpoints:
+        monkeypatch.setattr(checkpoints._manager, "restore", full)
+        monkeypatch.setattr(checkpoints, "_read_host", lambda number: {})
+        with pytest.raises(Exception, match="full|RESOURCE"):
+            checkpoints.restore(state_of(0))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["1", "2"]
+
+
+def test_a_failed_write_is_raised_later_and_says_why(tmp_path):
+    told: list[str] = []
+    with pytest.raises(CheckpointError, match="checkpoint 2 could not be written: .*"):
+        with Checkpoints(tmp_path, say=told.append) as checkpoints:
+            checkpoints.save(1, state_of(1), {})
+            checkpoints.wait()
+            (tmp_path / "2").write_text("in the way")
+            checkpoints.save(2, state_of(2), {})
+    assert (tmp_path / "1").is_dir()
+
+
+def test_donated_right_after_a_save(tmp_path):
+    """The next update may write over the arrays while they are still being written."""
+    start = jnp.zeros((1024, 1024))
+    step = jax.jit(lambda x: x + 1, donate_argnums=0)
+    state = {"x": step(start)}
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state, {})
+        for _ in range(3):
+            state = {"x": step(state["x"])}
+        jax.block_until_ready(state)
+        checkpoints.wait()
+        _, restored, _ = checkpoints.restore({"x": start})
+    assert float(state["x"][0, 0]) == 4
+    np.testing.assert_array_equal(restored["x"], np.ones((1024, 1024)))
+
+
+def test_the_best_is_kept_however_old(tmp_path):
+    scores = {1: 0.1, 2: 0.5, 3: None, 4: 0.3, 5: None, 6: None}
+    for number, score in scores.items():  # each by a start of its own
+        with Checkpoints(tmp_path, keep=2, keep_best=True) as checkpoints:
+            checkpoints.save(number, state_of(number), {"step": number}, score)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["2", "5", "6"]
+    with Checkpoints(tmp_path, keep=1, keep_best=False) as checkpoints:
+        checkpoints.save(7, state_of(7), {"step": 7})
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["7"]
