@@ -352,10 +352,10 @@ _RAISED_ANYWAY = _RaisedAnyway()
 
 
 def _quieten() -> None:
-    """Lets a save that failed be told once, by its exception.
+    """Lets a save or a restore that failed be told once, by its exception.
 
-    Where one write of a save fails, orbax leaves its event loop while others are still under way,
-    and TensorStore prints a traceback for each of them.
+    Where one write or read fails, orbax leaves its event loop while others are still under way, and
+    a traceback is printed for each of them, or for its coroutine when that is collected.
     """
     logging.getLogger("absl").addFilter(_RAISED_ANYWAY)
     before = sys.unraisablehook
@@ -364,7 +364,10 @@ def _quieten() -> None:
 
     def hook(unraisable: Any) -> None:
         error = unraisable.exc_value
-        if not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
+        code = getattr(unraisable.object, "cr_code", None)
+        ours = code is not None and "orbax" in Path(code.co_filename).parts
+        closed = isinstance(error, RuntimeError) and str(error) == "Event loop is closed"
+        if not (ours or closed):
             before(unraisable)
 
     hook._quiet = True  # type: ignore[attr-defined]

@@ -53,6 +53,7 @@ class Stopper:
         self._saved_at: int | None = None
         self._at_once = False
         self._before: dict[signal.Signals, object] = {}
+        self._quitting = threading.Timer(GRACE, _quit)
 
     def due(self) -> bool:
         """Whether the run is to stop now; every process gets the same answer.
@@ -124,6 +125,7 @@ class Stopper:
         signal.set_wakeup_fd(self._wakeup)
         os.write(self._write, b"\0")
         self._watcher.join()
+        self._quitting.cancel()  # all is closed
         os.close(self._read)
         os.close(self._write)
 
@@ -151,9 +153,8 @@ class Stopper:
                 if interrupts == 1 and not self._at_once:
                     os.write(2, ASKED.encode())
                 if interrupts == 2:
-                    timer = threading.Timer(GRACE, _quit)
-                    timer.daemon = True
-                    timer.start()
+                    self._quitting.daemon = True
+                    self._quitting.start()
 
     def _stopped(self, step: int | None, at_once: bool = False) -> Stopped:
         by = SIGNALS[self._got - 1]
