@@ -97,6 +97,11 @@ class Checkpoints:
         """Number of the newest checkpoint that is complete or being written, None without one."""
         return self._manager.latest_step()
 
+    @property
+    def writing(self) -> bool:
+        """Whether a save is still going on."""
+        return self._manager.is_saving_in_progress()
+
     def steps(self) -> dict[int, int]:
         """Updates made -> number of the newest complete checkpoint after so many, in order.
 
