@@ -23,6 +23,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 from zest_jax.errors import Stopped, UserError
 
@@ -52,7 +53,8 @@ class Stopper:
         self._interrupts = 0
         self._saved_at: int | None = None
         self._at_once = False
-        self._before: dict[signal.Signals, object] = {}
+        self._before: dict[signal.Signals, Any] = {}
+        self._watcher: threading.Thread | None = None
         self._quitting = threading.Timer(GRACE, _quit)
 
     def due(self) -> bool:
@@ -117,14 +119,16 @@ class Stopper:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if not self._before:
+        if self._watcher is None:
             return
         for each, before in self._before.items():
-            signal.signal(each, before)  # type: ignore[arg-type]
+            # None: not Python's, as jax.distributed's, which would go unheard from here on.
+            signal.signal(each, signal.SIG_DFL if before is None else before)
         self._before.clear()
         signal.set_wakeup_fd(self._wakeup)
         os.write(self._write, b"\0")
         self._watcher.join()
+        self._watcher = None
         self._quitting.cancel()  # all is closed
         os.close(self._read)
         os.close(self._write)
