@@ -41,7 +41,7 @@ def test_stopped_in_every_way(place, finished_run, tmp_path, monkeypatch):
 
     code, err = stop_when(place, arguments, begun, signal.SIGTERM)
     assert code == 0, err
-    assert "stopped by SIGTERM at step " in err and "; everything is saved; resume with: " in err
+    assert "stopped by SIGTERM " in err and "; everything is saved; resume with: " in err
     assert err.strip().endswith("--config.checkpoint.every=50")
     monkeypatch.setenv(stopping.PREEMPTED_EXIT, "75")
     code, err = stop_when(place, arguments, lambda: in_solver_phase(workdir), signal.SIGTERM)
@@ -58,7 +58,7 @@ def test_stopped_in_every_way(place, finished_run, tmp_path, monkeypatch):
         finally:
             process.kill()
     assert process.returncode == cli.EXIT_INTERRUPTED, err
-    assert_sentence(err, "interrupted at step", "everything is saved", "the same command")
+    assert_sentence(err, "interrupted ", "everything is saved", "the same command")
     done = place.run(arguments)
     assert done.returncode == 0, done.stderr
     assert records(workdir) == records(finished_run)
@@ -79,9 +79,17 @@ def test_a_signal_where_all_is_saved_ends_it_at_once():
     assert "stopped by SIGTERM at step 7; everything is saved" in str(error.value)
 
 
+def test_a_signal_before_the_first_step_ends_it_at_once():
+    with Stopper():
+        with pytest.raises(Stopped, match="before the first step of this start") as error:
+            signal.raise_signal(signal.SIGTERM)
+    assert error.value.at_once and error.value.code == 0
+
+
 def test_a_signal_elsewhere_waits_and_a_second_interrupt_does_not(capfd):
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     with Stopper() as stop:
+        assert not stop.due()
         signal.raise_signal(signal.SIGINT)
         assert stop.due()
         with pytest.raises(Stopped, match="interrupted at step 3; everything is saved") as error:

@@ -64,6 +64,7 @@ class Stopper:
         """
         import jax
 
+        self._at_once = False
         if jax.process_count() > 1:
             import numpy as np
             from jax.experimental import multihost_utils
@@ -114,6 +115,8 @@ class Stopper:
         for each in SIGNALS:
             if signal.getsignal(each) is not signal.SIG_IGN:  # by nohup, say
                 self._before[each] = signal.signal(each, self._handle)
+        # All that there is is saved until the first step has ended; starting may take minutes.
+        self._at_once = True
         self._watcher = threading.Thread(target=self._watch, daemon=True)
         self._watcher.start()
         return self
@@ -140,7 +143,9 @@ class Stopper:
             self._interrupts += 1
             if self._interrupts > 1:
                 raise KeyboardInterrupt
-        if self._at_once:
+        import jax
+
+        if self._at_once and not jax.distributed.is_initialized():
             self._at_once = False
             raise self._stopped(self._saved_at, at_once=True)
 
@@ -162,7 +167,8 @@ class Stopper:
 
     def _stopped(self, step: int | None, at_once: bool = False) -> Stopped:
         by = SIGNALS[self._got - 1]
-        where = f"at step {step}; everything is saved"
+        place = "before the first step of this start" if step is None else f"at step {step}"
+        where = f"{place}; everything is saved"
         if by == signal.SIGINT:
             sentence = f"interrupted {where}: run the same command to resume."
         else:
