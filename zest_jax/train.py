@@ -22,8 +22,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zest_jax import assembly, behaviour, cli, evaluation, memory_plan, placing, preflight, records
-from zest_jax import resume
+from zest_jax import (
+    assembly,
+    behaviour,
+    cli,
+    evaluation,
+    memory_plan,
+    placing,
+    preflight,
+    records,
+    resume,
+)
 from zest_jax import workdir as workdir_lib
 from zest_jax.config import config_hash
 from zest_jax.errors import UserError
