@@ -33,7 +33,7 @@ from zest_jax.models.attention_splash import RESIDUAL_NAME
 from zest_jax.models.cache import Cache, Layer, cached_attention
 from zest_jax.models.config import MATRICES, PolicyConfig
 from zest_jax.models.rope import rotary, rotate
-from zest_jax.parallel.sharding import keep_rows_split
+from zest_jax.parallel.sharding import keep_rows_split, look_up
 
 Params = dict[str, Any]
 # A layer's keys and values in, attention's output and whatever the caller wants to keep out.
@@ -405,7 +405,7 @@ class Policy(nnx.Module):
         return rotary(position, c.head_dim, c.rope_theta, c.rope_scaling)
 
     def _embed(self, ids: jax.Array) -> jax.Array:
-        return keep_rows_split(self.embed_VD[...][ids].astype(jnp.float32))
+        return look_up(self.embed_VD[...], ids).astype(jnp.float32)
 
     def _final(self, x: jax.Array) -> jax.Array:
         return rms_norm(x, self.final_norm_D[...], self.config.norm_eps).astype(self.config.dtype)

@@ -151,6 +151,24 @@ def keep_rows_split(x: jax.Array) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, P(*BATCH, *[None] * (x.ndim - 1)))
 
 
+def look_up(table_VD: jax.Array, ids_BL: jax.Array) -> jax.Array:
+    """Rows of an embedding [V, D] for ids [B, L], rows of the batch split as by `keep_rows_split`.
+
+    The rules split D over `fsdp`, and so the batch is; left alone, the compiler brings the embedded
+    tokens of all rows to every device. Here each device looks up its part of D for the rows of its
+    fsdp group, and the group then exchanges parts for rows.
+    """
+    if _row_shards(ids_BL.shape[0]) is None:
+        return table_VD[ids_BL]
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.shape["fsdp"] == 1 or table_VD.shape[1] % mesh.shape["fsdp"]:
+        return keep_rows_split(table_VD[ids_BL])
+    pin = jax.lax.with_sharding_constraint
+    rest = [None] * (ids_BL.ndim - 1)
+    x_BLD = pin(table_VD[pin(ids_BL, P("data", *rest))], P("data", *rest, "fsdp"))
+    return keep_rows_split(x_BLD)
+
+
 def for_decoding(params: Any, dtype: str) -> Any:
     """A policy's parameters as a rollout reads them: whole on every device but for what `tensor`
     splits, matrices of the layers in the type that is computed in.
