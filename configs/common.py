@@ -238,6 +238,7 @@ def get_config() -> ConfigDict:
     c.training.b2 = 0.98  # decay of Adam's second moment
     c.training.remat = "none"  # none, dots or full: what the backward pass keeps
     c.training.moments = "float32"  # float32 or int8: how Adam's moments are stored
+    c.training.offload_idle = False  # moments of the role that waits go to pinned host memory
     c.training.lora = ConfigDict()  # adapters beside a frozen policy, shared by the roles
     c.training.lora.rank = 0  # of the adapters; 0 trains the whole policy
     c.training.lora.alpha = 16.0  # weight of the adapters, divided by the rank

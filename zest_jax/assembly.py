@@ -529,6 +529,21 @@ def random_key(seed: int, word: str, step: int) -> jax.Array:
     return jax.random.fold_in(named, step)
 
 
+def introduction(config: Any, parts: Parts) -> list[str]:
+    """What a run begins with, in sentences."""
+    solver, world = parts.solver, parts.world
+    adapters = f", of which {solver.trained:,} in adapters are trained" if solver.frozen else ""
+    out = [
+        f"{config.method} on {world.name}: {len(world.passages)} passages, searches answered by "
+        f"{parts.retrieval.name}; policy of {solver.size:,} parameters from {solver.origin}"
+        f"{adapters}"
+    ]
+    if parts.apart:
+        proposer = parts.proposer
+        out.append(f"the proposer is another: {proposer.size:,} parameters, {proposer.origin}")
+    return out
+
+
 def notes(config: Any, world: World) -> list[str]:
     """What a reader of the report should know about how the run was set up."""
     unnamed = sum(not task.source_id for task in world.heldout_tasks)

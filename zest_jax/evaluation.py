@@ -6,12 +6,14 @@ Figures by benchmark with intervals stand in `scores`, comparisons of two sets o
 
 import dataclasses
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
+from zest_jax.errors import UserError
 from zest_jax.models.policy import Params
 from zest_jax.parallel import hosts
 from zest_jax.rollout.sampler import Sampler
@@ -20,6 +22,7 @@ from zest_jax.statistics import bootstrap_ci, paired_bootstrap_ci
 from zest_jax.tasks.episodes import turns_of
 from zest_jax.tasks.types import Task
 from zest_jax.text import cover_exact_match, exact_match, token_f1
+from zest_jax.workdir import read_jsonl, write_jsonl
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,6 +202,34 @@ def flat_metrics(summary: dict[str, Any], prefix: str = "eval") -> dict[str, flo
     for hops, means in summary["by_hop"].items():
         out |= {f"{prefix}/{name}_hop{hops}": means[name] for name in ("em", "searches")}
     return out
+
+
+def both_ways(
+    path: Path, count: int, answer: Callable[[str, float], list[Answered]] | None
+) -> dict[str, list[Answered]]:
+    """Greedy and sampled answers, from the file that an earlier start has left or else made now.
+
+    Args:
+      path: the file; written whole.
+      count: questions.
+      answer: called with "greedy" or "sampled" and a temperature where the file has none; None to
+        read only.
+
+    Raises:
+      UserError: there is nothing to read, and `answer` is None.
+    """
+    written, answered = hosts.told(lambda: list(read_jsonl(path))), {}
+    for mode, temperature in (("greedy", 0.0), ("sampled", 1.0)):
+        done = [r for r in written if r["mode"] == mode]
+        if len(done) == count:
+            fields = [{k: v for k, v in r.items() if k != "mode"} for r in done]
+            answered[mode] = [Answered(**f) for f in fields]
+        elif answer is None:
+            raise UserError(f"{path} is gone or cut; the run cannot be reported without it.")
+        else:
+            answered[mode] = answer(mode, temperature)
+    write_jsonl(path, [a.to_json() | {"mode": m} for m, group in answered.items() for a in group])
+    return answered
 
 
 def heldout(

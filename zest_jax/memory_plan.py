@@ -352,6 +352,11 @@ def plan_run(
         if proposer_policy is not None and pulled:
             resident.append(Line("base of the proposer", per_device(_trained(asking), mesh)))
     # Roles share an index, so that an array may stand there twice.
+    # With turns and `offload_idle`, moments are on the device while their role is updated only.
+    moved: dict[str, Line] = {}
+    if config.training.offload_idle and own == "proposer" and not config.proposer.frozen:
+        moved = {line.name.split(":")[0]: line for line in resident if ": moments" in line.name}
+        resident = [line for line in resident if line not in moved.values()]
     arrays = {id(x): _held(x) for x in jax.tree.leaves(retriever) if hasattr(x, "nbytes")}
     resident.append(Line("index and passages", sum(arrays.values())))
     asks = bool(own and not config.proposer.frozen)
@@ -368,6 +373,9 @@ def plan_run(
     for role, spec in rollouts.items():
         shape = policy if role in ("solver", "reader") else asking
         phases[f"{role} rollouts"] = rollout_lines(shape, spec, mesh)
+    for name in phases if moved else ():
+        role = "proposer" if name.startswith("proposer") else "solver"
+        phases[name] = (moved[role], *phases[name])
     return Plan(tuple(resident), phases, limit)
 
 

@@ -6,7 +6,7 @@ Axes (`parallel/mesh.py`): `data` copies the weights and shares the rows; `fsdp`
 
 import contextlib
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,10 @@ from zest_jax.errors import UserError
 from zest_jax.models import PolicyConfig
 from zest_jax.parallel import AXES, Placement, hosts, make_mesh
 from zest_jax.workdir import Workdir
+
+MAY_DIFFER = ("log", "checkpoint", "guards", "mesh", "training.offload_idle")
+"""Fields that may change between the starts of a run: they do not change its numbers (but for the
+order in which floats are added)."""
 
 
 def place(config: Any) -> tuple[Placement, str]:
@@ -108,7 +112,7 @@ def _check_sizes(config: Any, devices: int) -> None:
 
 
 @contextlib.contextmanager
-def workdir_of(path: str, claim: Callable[[Workdir], object]) -> Iterator[Workdir]:
+def workdir_of(path: str, config: Any) -> Iterator[Workdir]:
     """The run's workdir for the first process; for others a folder of their own that is thrown
     away, whose checkpoints are the run's.
 
@@ -116,7 +120,7 @@ def workdir_of(path: str, claim: Callable[[Workdir], object]) -> Iterator[Workdi
 
     Args:
       path: of the workdir.
-      claim: called with it, by the first process.
+      config: the run's, to which the workdir belongs.
 
     Raises:
       UserError: on every process, where the first one cannot have the workdir.
@@ -126,7 +130,7 @@ def workdir_of(path: str, claim: Callable[[Workdir], object]) -> Iterator[Workdi
     def open_it() -> None:
         workdir = Workdir(path)
         opened.append(workdir)
-        claim(workdir)
+        workdir.claim(config, may_differ=MAY_DIFFER)
 
     with contextlib.ExitStack() as stack:
         try:

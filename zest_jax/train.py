@@ -8,7 +8,7 @@ step (online); or the solver alone on labelled questions. Everything drawn is a 
 and the step, and a checkpoint holds the rest, so that a killed run, started again, ends with the
 same numbers.
 
-More than one device is left out so far.
+On several devices, of one process or many, the same steps run over a mesh (`placing.py`).
 """
 
 import dataclasses
@@ -39,10 +39,11 @@ from zest_jax.errors import UserError
 from zest_jax.fallback import build_fallback
 from zest_jax.guards import Guards
 from zest_jax.learning import updates
-from zest_jax.learning.packing import Item, pack, placed
+from zest_jax.learning.packing import pack, placed
 from zest_jax.metrics import MetricsWriter, Stopwatch, read_metrics
 from zest_jax.models.policy import Params
 from zest_jax.not_finite import Tried, keep_tried
+from zest_jax.offload import Idle
 from zest_jax.parallel import Placement, hosts
 from zest_jax.progress import Progress
 from zest_jax.proposing import Probe, Proposing
@@ -64,11 +65,8 @@ from zest_jax.workdir import Workdir
 
 def main(config: Any, workdir_path: str) -> None:
     """One run, from its config to its report, in a workdir that is its own."""
-    hosts.initialize()  # before the signals are listened to, which it would take over
-    claim = functools.partial(
-        Workdir.claim, config=config, may_differ=("log", "checkpoint", "guards")
-    )
-    with Stopper() as stop, placing.workdir_of(workdir_path, claim) as workdir:
+    hosts.initialize()  # before signals are listened to, which it would take over
+    with Stopper() as stop, placing.workdir_of(workdir_path, config) as workdir:
         with Progress(log=workdir.log, stream=hosts.stream()) as progress:
             placement, device = placing.place(config)
             progress.say(f"{device}, config {config_hash(config)}")
@@ -83,9 +81,7 @@ def run(
     # ------------------------------------------------------------------------------------------
     # What is told while it runs
     # ------------------------------------------------------------------------------------------
-    begun = time.perf_counter()
-    traces = TraceCounter()
-    say = progress.say
+    begun, traces, say = time.perf_counter(), TraceCounter(), progress.say
 
     # ------------------------------------------------------------------------------------------
     # World, policy, retriever, samplers
@@ -100,14 +96,8 @@ def run(
     workdir.write("memory.txt", plan.table() + "\n")
     world, policy, frozen = parts.world, parts.solver.policy, parts.solver.frozen
     solver_sampler = parts.solver_sampler
-    trained, size = parts.solver.trained, parts.solver.size
-    say(
-        f"{c.method} on {world.name}: {len(world.passages)} passages, searches answered by "
-        f"{parts.retrieval.name}; policy of {size:,} parameters from {parts.solver.origin}"
-        + (f", of which {trained:,} in adapters are trained" if frozen else "")
-    )
-    if parts.apart:
-        say(f"the proposer is another: {parts.proposer.size:,} parameters, {parts.proposer.origin}")
+    for sentence in assembly.introduction(c, parts):
+        say(sentence)
     say(f"{parts.solver.attention}; {plan.summary()}")
 
     # ------------------------------------------------------------------------------------------
@@ -121,12 +111,7 @@ def run(
     proposing = Proposing(c, parts, packs) if parts.proposer_sampler is not None else None
     proposer = assembly.proposer_state(c)
     oracle = None if world.atlas is None else Oracle(world.atlas)
-    imitated: list[Item] = []
-    if c.warm_start.steps and c.warm_start.file:
-        imitated = cloning.episode_items(
-            cloning.read_trajectories(c.warm_start.file), parts.solver.encode
-        )
-        cloning.check_lengths(imitated, packs["warm_start"].length, c.warm_start.file)
+    imitated = cloning.recorded(c.warm_start, parts.solver.encode, packs["warm_start"].length)
 
     cloning_step = traces.jit(
         "cloning_update",
@@ -161,6 +146,8 @@ def run(
     state = place.params(assembly.initial_state(c, parts))
     checkpoints = resume.checkpoints_of(c, workdir, say)
     state, host, resumed = resume.begin(checkpoints, state, parts, say)
+    idle = Idle([role for role in ("solver", "proposer") if role in state], c.training.offload_idle)
+    state = idle.bind(state)
     pool = Pool.from_json(host["pool"])
     retraces_before = host["retraces"]
     watch = Stopwatch(host["seconds"])
@@ -214,8 +201,7 @@ def run(
     def stop_if_not_finite(record: dict[str, float], batch: Any, advantage_N: Any = None) -> None:
         """Ends the run at an update that was not finite, and so not made; keeps what replays it."""
         kind = phases[host["phase"]].kind
-        tried = Tried(host["step"] + 1, kind, record, batch, advantage_N)
-        if tried.bad:
+        if (tried := Tried(host["step"] + 1, kind, record, batch, advantage_N)).bad:
             keep_tried(workdir, c, tried, state, host, say)
             metrics.write(tried.step, kind, record)  # raises
 
@@ -227,26 +213,19 @@ def run(
     ) -> tuple[dict[str, Any], list[evaluation.Answered]]:
         """Greedy and sampled answers to the held-out questions. They are kept in a file, so that a
         resumed run reads what an earlier start has done; without params they are only read."""
-        path = workdir.path / "evaluation" / f"{name}.jsonl"
-        answered, written = {}, hosts.told(lambda: list(workdir_lib.read_jsonl(path)))
-        for mode, temperature in (("greedy", 0.0), ("sampled", 1.0)):
-            done = [r for r in written if r["mode"] == mode]
-            if len(done) == len(world.heldout_tasks):
-                fields = [{k: v for k, v in r.items() if k != "mode"} for r in done]
-                answered[mode] = [evaluation.Answered(**f) for f in fields]
-                continue
-            if params is None:
-                raise UserError(f"{path} is gone or cut; the run cannot be reported without it.")
+
+        def answer(mode: str, temperature: float) -> list[evaluation.Answered]:
             with watch("evaluation"):
-                answered[mode] = evaluation.answer_tasks(
-                    solver_sampler,
-                    parts.solver.whole(params),
-                    world.heldout_tasks,
-                    key(f"eval {mode}"),
-                    temperature,
-                )
-        records = [a.to_json() | {"mode": m} for m, group in answered.items() for a in group]
-        workdir_lib.write_jsonl(path, records)
+                return evaluation.answer_tasks(
+                    solver_sampler, parts.solver.whole(params or {}), world.heldout_tasks,
+                    key(f"eval {mode}"), temperature,
+                )  # fmt: skip
+
+        answered = evaluation.both_ways(
+            workdir.path / "evaluation" / f"{name}.jsonl",
+            len(world.heldout_tasks),
+            None if params is None else answer,
+        )
         summary = evaluation.summarise(answered["greedy"], c.evaluation.draws)
         summary["em_sampled"] = float(np.mean([a.em for a in answered["sampled"]]))
         if params is None or host["evaluated"] == name:
@@ -276,6 +255,7 @@ def run(
                 )
                 items = cloning.episode_items(scripted, parts.solver.encode)
             batch = pack(items, packs["warm_start"])
+            idle.wake(state, "solver")
             state["solver"], values = cloning_step(state["solver"], on_devices(batch), frozen)
             record = records.update_metrics("warm_start", hosts.fetch(values))
             stop_if_not_finite(record, batch)
@@ -341,6 +321,7 @@ def run(
         if c.proposer.frozen:
             per_row = proposer_score(state["anchor"], on_devices(batch), frozen)
         else:
+            idle.wake(state, proposer)
             state[proposer], values, per_row = proposer_update(
                 state[proposer], state["anchor"], on_devices(batch), parts.proposer.frozen,
                 reference("proposer"), frozen,
@@ -379,6 +360,7 @@ def run(
         record = records.solver_metrics(
             attempts.tasks, attempts.episodes, attempts.outcomes, attempts.reward_N
         )
+        idle.wake(state, "solver")
         for batch in solving.batches(attempts, advantage_N):
             state["solver"], values = solver_update(
                 state["solver"],
@@ -570,14 +552,13 @@ def run(
             with watch(phase.kind), progress.phase(phase.title, phase.steps, done) as bar:
                 run_phase[phase.kind](phase, bar)
             if phase.kind == "warm_start":
-                params = state["solver"].params
-                state |= assembly.state_from(c, parts, params)
+                state |= place.params(assembly.state_from(c, parts, state["solver"].params))
             elif phase.kind in ("solver", "online"):
                 # The new solver is the next iteration's anchor.
                 solved = state["solver"]
                 state["anchor"] = jax.tree.map(jnp.copy, solved.params)
                 if c.solver.fresh_optimizer:
-                    fresh = specs["solver"].init(solved.params)
+                    fresh = place.params(specs["solver"].init(solved.params))
                     state["solver"] = dataclasses.replace(fresh, step=solved.step)
             host |= {"phase": number + 1, "phase_step": 0}
             save()
@@ -601,7 +582,7 @@ def run(
                 "retraces": retraces_before + traces.retraces,
                 "traces": traces.traces,
                 "config_hash": config_hash(c),
-                "parameters": size,
+                "parameters": parts.solver.size,
                 "proposer_parameters": parts.proposer.size,
                 "seed": c.seed,
                 "warnings": [dataclasses.asdict(each) for each in guards.told],

@@ -8,6 +8,7 @@ trained.
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -148,6 +149,19 @@ def episode_items(episodes: Sequence[Sequence[Segment]], encode: Encode) -> list
         mask[:1] = False  # nothing predicts the first token
         targets = np.flatnonzero(mask)
         items.append(Item(ids, targets, np.zeros(len(targets), np.float32)))
+    return items
+
+
+def recorded(w: Any, encode: Any, most: int) -> list[Item]:
+    """The trajectories of a config's group `warm_start` as they are trained on; [] without a file.
+
+    Raises:
+      UserError: the file is broken, or a trajectory has more than `most` tokens.
+    """
+    if not (w.steps and w.file):
+        return []
+    items = episode_items(read_trajectories(w.file), encode)
+    check_lengths(items, most, w.file)
     return items
 
 
