@@ -7,9 +7,10 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.resources import files
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -71,8 +72,10 @@ class Place:
         arguments: list[str],
         program: str = "train",
         prefix: tuple[str, ...] = (),
+        variables: Mapping[str, str] = MappingProxyType({}),
     ) -> subprocess.Popen:
-        """Starts a program; `prefix` stands before its command."""
+        """Starts a program; `prefix` stands before its command, `variables` are of its
+        environment."""
         # A run does its compiled steps many times, and what it compiles serves the runs after it:
         # one level more than in the suite's own processes costs about as much to compile and takes
         # a third off a run.
@@ -83,6 +86,7 @@ class Place:
             "JAX_COMPILATION_CACHE_DIR": str(self.folder / "compiled"),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+            **variables,
         }
         return subprocess.Popen(
             [*prefix, sys.executable, "-m", f"zest_jax.{program}", *arguments],
