@@ -10,6 +10,8 @@ import pytest
 import virtual_devices
 from tiny_run import Place
 
+from zest_jax.errors import EXIT_LOST
+
 # One short iteration: every kind of step and both roles are in it.
 SHORT = ("--config.schedule.iterations=1", "--config.schedule.solver_steps=2")
 
@@ -137,3 +139,26 @@ def test_what_the_variables_must_say(place):
         assert done.returncode == 2 and said in done.stderr, done.stderr
         assert "Traceback" not in done.stderr
     assert os.environ.get("ZEST_PROCESS") is None
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_process_that_is_killed_ends_the_other_with_a_sentence(place, killed):
+    workdir = place.folder / f"killed{killed}"
+    variables = {
+        "XLA_FLAGS": virtual_devices.flags(1),
+        "ZEST_COORDINATOR": f"127.0.0.1:{free_port()}",
+        "ZEST_PROCESSES": "2",
+    }
+    both = [
+        place.start(
+            place.arguments(workdir, *SHORT), variables=variables | {"ZEST_PROCESS": str(number)}
+        )
+        for number in (0, 1)
+    ]
+    wait_for_step(workdir, both[0], 1)
+    both[killed].kill()
+    other = both[1 - killed]
+    _, said = other.communicate(timeout=60)
+    both[killed].communicate()
+    assert other.returncode == EXIT_LOST, said[-2000:]
+    assert "another process of this run is gone" in said

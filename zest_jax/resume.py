@@ -32,7 +32,8 @@ def begin(
 
     Host state: `saves` made, the `phase` and the `phase_step` in it, the `step` of the run, metric
     `records` written, programs traced again (`retraces`), `seconds` by kind of work, the `pool` of
-    replayed tasks, the last iteration `evaluated`, and which frozen `base` the adapters belong to.
+    replayed tasks, the last iterations `evaluated` and `generated`, and which frozen `base` the
+    adapters belong to.
 
     Returns:
       State, host state, and whether they are a checkpoint's.
@@ -42,6 +43,7 @@ def begin(
     """
     host: dict[str, Any] = {"saves": 0, "phase": 0, "phase_step": 0, "step": 0, "records": 0}
     host |= {"retraces": 0, "seconds": {}, "pool": [], "evaluated": "", "base": base_of(parts)}
+    host["generated"] = -1
     if checkpoints.latest is None:
         return state, host, False
     _, state, host = checkpoints.restore(state)

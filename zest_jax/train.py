@@ -407,9 +407,9 @@ def run(
     def generate(phase: assembly.Phase) -> list[Task]:
         if isinstance(parts.source, TaskSource):
             return parts.source.tasks()
-        assert proposing is not None and proposer is not None
+        assert proposing and proposer
         path = workdir.tasks(phase.iteration)
-        if host["phase_step"] > 0:  # generated before the phase began
+        if host["generated"] == phase.iteration:
             return hosts.told(lambda: list(read_tasks(path)))
         g, probes = c.generation, needs(c.reward, NEEDS_DIFFICULTY)
         used = {
@@ -443,6 +443,8 @@ def run(
         workdir_lib.write_atomically(path, "".join(task_to_line(t) + "\n" for t in tasks))
         metrics.write(host["step"], "generate", record)
         say(f"iteration {phase.iteration + 1}: {len(tasks)} questions generated")
+        host["generated"] = phase.iteration
+        save()
         return tasks
 
     # ------------------------------------------------------------------------------------------
