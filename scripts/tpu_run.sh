@@ -127,7 +127,7 @@ zest_look_at_workers() {
 # what may have taken one comes before errors; a mistake of the user's is before all.
 zest_graver() {
   local pattern
-  for pattern in 2 75 lost '1[3-9][0-9]' '2[0-9][0-9]' '[1-9]*'; do
+  for pattern in 2 75 lost '1[3-9][0-9]' '2[0-9][0-9]' '[1-46-9]*' '[1-9]*'; do
     # shellcheck disable=SC2254
     case $1 in $pattern) printf '%s' "$1" && return ;; esac
     # shellcheck disable=SC2254
@@ -273,7 +273,7 @@ With several workers ssh needs the key in an agent: ssh-add ~/.ssh/google_comput
     if zest_is_gone "$state" || [[ $code == 75 ]]; then
       zest_say "the program was told to end and saved; going on with it."
       continue
-    elif [[ $code != lost ]] && ((code < 128 || code == 130)); then
+    elif [[ $code != lost ]] && ((code != 5 && (code < 128 || code == 130))); then
       zest_say "the program ended with code $code (1 an error, 3 out of memory, 4 disk full, 130
 interrupted); not started again."
       zest_finish "$code"

@@ -67,6 +67,20 @@ class Place:
             *more,
         ]
 
+    def environment(self) -> dict[str, str]:
+        """Of the programs that are started."""
+        # A run does its compiled steps many times, and what it compiles serves the runs after it:
+        # one level more than in the suite's own processes costs about as much to compile and takes
+        # a third off a run.
+        flags = os.environ["XLA_FLAGS"].replace("optimization_level=0", "optimization_level=1")
+        return os.environ | {
+            "XLA_FLAGS": flags,
+            "JAX_ENABLE_COMPILATION_CACHE": "1",
+            "JAX_COMPILATION_CACHE_DIR": str(self.folder / "compiled"),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        }
+
     def start(
         self,
         arguments: list[str],
@@ -76,22 +90,10 @@ class Place:
     ) -> subprocess.Popen:
         """Starts a program; `prefix` stands before its command, `variables` are of its
         environment."""
-        # A run does its compiled steps many times, and what it compiles serves the runs after it:
-        # one level more than in the suite's own processes costs about as much to compile and takes
-        # a third off a run.
-        flags = os.environ["XLA_FLAGS"].replace("optimization_level=0", "optimization_level=1")
-        environment = os.environ | {
-            "XLA_FLAGS": flags,
-            "JAX_ENABLE_COMPILATION_CACHE": "1",
-            "JAX_COMPILATION_CACHE_DIR": str(self.folder / "compiled"),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-            **variables,
-        }
         return subprocess.Popen(
             [*prefix, sys.executable, "-m", f"zest_jax.{program}", *arguments],
             cwd=ROOT,
-            env=environment,
+            env=self.environment() | dict(variables),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

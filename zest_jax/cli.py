@@ -8,7 +8,8 @@
         sys.exit(entry())
 
 Exit codes: 0 done; 1 an error of ours (with its traceback); 2 a user's mistake; 3 out of memory;
-4 disk full; 130 interrupted. Codes 2, 3, 4 and 130 print one sentence on stderr and no traceback.
+4 disk full; 5 another process of the run is gone; 130 interrupted. Codes from 2 on print one
+sentence on stderr and no traceback.
 A run that SIGTERM stopped has saved everything: 0 (or what ZEST_PREEMPTED_EXIT says), a sentence.
 Nothing heavy is imported before the flags are read: a mistyped flag is answered at once.
 """
@@ -28,7 +29,7 @@ from pathlib import Path
 from absl import flags
 
 from zest_jax import config as config_lib
-from zest_jax.errors import Stopped, UserError
+from zest_jax.errors import EXIT_LOST, Stopped, UserError
 
 EXIT_OK = 0
 EXIT_BUG = 1
@@ -139,6 +140,8 @@ def program(
                 warnings.simplefilter("ignore", RuntimeWarning)
                 print(f"zest_jax: {sentence}", file=sys.stderr, flush=True)
             abrupt = isinstance(error, KeyboardInterrupt) or getattr(error, "at_once", False)
+            # Those that are left would wait for the one that is gone.
+            abrupt |= code == EXIT_LOST
             if abrupt and as_program:
                 # A compiled step may still be running in a thread of its own, and dies with a
                 # segmentation fault if the interpreter is taken down around it.
@@ -177,6 +180,12 @@ def explain(error: BaseException, memory_hint: str = MEMORY_HINT) -> tuple[int, 
         if _is_out_of_memory(cause):
             kind = "this machine" if isinstance(cause, MemoryError) else "the device"
             return EXIT_MEMORY, f"{kind} has no memory left: {memory_hint}."
+    if "jax" in sys.modules:
+        from zest_jax.parallel import lost
+
+        told = next((str(cause).strip() for cause in chain if lost.tells(cause)), "")
+        if told:
+            return EXIT_LOST, lost.sentence(told.splitlines()[0][:200])
     return EXIT_BUG, ""
 
 

@@ -1,4 +1,6 @@
-"""The one exception type for mistakes that a user can mend."""
+"""The one exception type for mistakes that a user can mend; and how a run ends otherwise."""
+
+EXIT_LOST = 5  # another process of the run is gone
 
 
 class UserError(Exception):

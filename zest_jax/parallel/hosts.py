@@ -17,6 +17,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from zest_jax.errors import UserError
+from zest_jax.parallel import lost
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -74,14 +75,17 @@ def _join(arguments: dict[str, Any]) -> bool:
     if jax.distributed.is_initialized():
         return jax.process_count() > 1
     try:
-        jax.distributed.initialize(**arguments)
+        jax.distributed.initialize(**arguments, heartbeat_timeout_seconds=lost.HEARTBEAT)
     except Exception as error:
         where = arguments.get("coordinator_address", "the coordinator that JAX found")
         raise UserError(
             f"the other processes were not reached at {where}: {error}. Start all of them within "
             "five minutes, with the same address, on a port that is free on process 0's machine."
         ) from error
-    return jax.process_count() > 1
+    several = jax.process_count() > 1
+    if several:
+        lost.speak_at_abort()
+    return several
 
 
 def is_first() -> bool:
