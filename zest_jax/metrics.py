@@ -24,6 +24,7 @@ from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from zest_jax import workdir as workdir_lib
+from zest_jax.errors import UserError
 
 GUARDED = ("loss", "grad_norm", "kl")
 
@@ -41,6 +42,9 @@ class MetricsWriter:
         dropped, here and in TensorBoard. None on a fresh start, which drops everything.
       resume_count: `count` at that checkpoint: what was written at the same step but after it (an
         evaluation, say) is dropped too, for it will be written again.
+
+    Raises:
+      UserError: records from before the checkpoint are gone.
     """
 
     def __init__(
@@ -54,6 +58,12 @@ class MetricsWriter:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         old = list(workdir_lib.read_jsonl(self._path))
         kept = [record for record in old[:resume_count] if record["step"] <= last]
+        # Processes that write a folder of their own, which is thrown away, have no older records.
+        if len(kept) < (resume_count or 0) and workdir.shared == workdir.path:
+            raise UserError(
+                f"{self._path} holds {len(kept)} of the {resume_count} records that were written "
+                "before the checkpoint: bring a copy of it back, or begin in another workdir."
+            )
         workdir_lib.write_jsonl(self._path, kept)
         self.count = len(kept)  # of records in the file
         self._file = open(self._path, "a", encoding="utf-8")
@@ -89,6 +99,7 @@ class MetricsWriter:
     def sync(self) -> None:
         """Hands everything to the disk; call it before a checkpoint of the same step."""
         self._file.flush()
+        os.fsync(self._file.fileno())
         self._board.flush()
 
     def close(self) -> None:

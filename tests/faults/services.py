@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import random
 import re
@@ -296,7 +297,7 @@ class Story:
             first = count_lines(metrics)
             more = self.rng.randrange(1, 3)
             fault.detail += f"{mode} for {more} steps"
-            alive = run.reaches(lambda: count_lines(metrics) >= first + more)
+            alive = run.reaches(functools.partial(_has_lines, metrics, first + more))
             self.service.mode = "well"
             if not alive:
                 return self.ended(run, fault)
@@ -354,8 +355,10 @@ class Story:
             before = judging.standing(self.workdir, HELDOUT)
             more = self.rng.randrange(2, 4) if self.campaign.wants(TASKS) else 99
             with self.start() as run:
-                metrics = self.workdir / "metrics.jsonl"
-                done = not run.reaches(lambda: count_lines(metrics) >= before.finished + more)
+                wanted = before.finished + more
+                done = not run.reaches(
+                    functools.partial(_has_lines, self.workdir / "metrics.jsonl", wanted)
+                )
                 if not done:
                     run.send(signal.SIGKILL)
                 code, said = run.end(), run.said()
@@ -366,6 +369,10 @@ class Story:
                 self.faults[-1].problems += judging.resume_problems(before, said)
         self.end(code, said)
         return self.faults
+
+
+def _has_lines(path: Path, count: int) -> bool:
+    return count_lines(path) >= count
 
 
 def run_seconds(run: Started) -> float:

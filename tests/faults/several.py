@@ -12,12 +12,14 @@ import time
 from . import judging
 from .campaign import HELDOUT, Campaign, Fault, HungError
 from .processes import Started, count_lines, started
-from .single import FLAGS
+from .services import SMALL
 
 KINDS = ("lost_process",)
 COUNT = 4
 SOON = 40.0  # seconds in which those that are left have to end
 TOLERANCE = 1e-3
+CONFIG = "configs/search_r1.py:atlas"  # the fewest compiled programs
+FLAGS = (*SMALL, "--config.schedule.tasks=24")
 
 
 def free_port() -> int:
@@ -43,7 +45,7 @@ class Story:
     def start(self, stack: contextlib.ExitStack, count: int) -> list[Started]:
         self.starts += 1
         place = self.campaign.place
-        arguments = place.arguments(self.workdir, *FLAGS, "--config.checkpoint.every=1")
+        arguments = place.arguments(self.workdir, *FLAGS, config=CONFIG)
         address = f"127.0.0.1:{free_port()}"
         runs = []
         for number in range(count):

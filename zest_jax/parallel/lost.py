@@ -17,8 +17,8 @@ from zest_jax.errors import EXIT_LOST
 # a whole slice. Heartbeats come from a thread that needs no Python, also during compilation.
 HEARTBEAT = 25
 SENTENCE = (
-    "another process of this run is gone ({}); everything up to the last checkpoint is saved: start "
-    "all processes again with the same command to resume."
+    "another process of this run is gone ({}); everything up to the last checkpoint is saved: "
+    "start all processes again with the same command to resume."
 )
 _WORDS = (
     *("Gloo", "gloo", "NCCL", "Connection reset by peer", "Connection closed by peer"),
