@@ -107,15 +107,7 @@ def build(config: Any, traces: TraceCounter, placement: Placement = ONE_DEVICE) 
         players[stage] = proposer
         protocols[stage] = proposer.speaks(protocol(config.source[f"{stage}_protocol"]))
     specs = rollout_specs(config)
-    capacity = {
-        "solver": max(
-            config.solver.tasks_per_step * config.solver.group_size, 4 * config.solver.slots
-        ),
-        "proposer": max(
-            config.proposer.seeds_per_step * config.proposer.samples, 16 * config.proposer.slots
-        ),
-        "reader": 4 * config.solver.slots,
-    } | dict.fromkeys(STAGES_WRITTEN, 4 * config.proposer.slots)
+    capacity = capacities(config)
     samplers = {}
     for role, spec in specs.items():
         samplers[role] = retrieval.sampler(
@@ -146,6 +138,16 @@ def build(config: Any, traces: TraceCounter, placement: Placement = ONE_DEVICE) 
         reader=reader,
         placement=placement,
     )
+
+
+def capacities(config: Any) -> dict[str, int]:
+    """Most prompts of one call of each compiled rollout."""
+    s, p = config.solver, config.proposer
+    return {
+        "solver": max(s.tasks_per_step * s.group_size, 4 * s.slots),
+        "proposer": max(p.seeds_per_step * p.samples, 16 * p.slots),
+        "reader": 4 * s.slots,
+    } | dict.fromkeys(STAGES_WRITTEN, 4 * p.slots)
 
 
 def load_player(

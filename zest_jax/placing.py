@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from zest_jax import assembly, memory_plan, players
 from zest_jax.errors import UserError
 from zest_jax.models import PolicyConfig
+from zest_jax.models.hf import has_tokenizer, read_tokenizer
 from zest_jax.parallel import AXES, Placement, hosts, make_mesh
 from zest_jax.workdir import Workdir
 
@@ -95,6 +96,22 @@ def shapes(config: Any) -> tuple[PolicyConfig, PolicyConfig | None]:
     if not config.proposer.folder:
         return solver, None
     return solver, players.policy_shape(config.proposer, config.policy, None)
+
+
+def tokenizer_of(config: Any, given: Any) -> Any:
+    """The tokenizer of a player, or None where its folder has none, as one of shapes only.
+
+    Args:
+      config: the run's.
+      given: its group with the player's `folder`.
+
+    Raises:
+      UserError: it cannot be read, or the run's world has none for random weights.
+    """
+    if not given.folder:
+        return read_tokenizer(assembly.find_world(config).atlas.tokenizer_folder)
+    folder = Path(players.policy_folder(given.folder))
+    return read_tokenizer(folder) if has_tokenizer(folder) else None
 
 
 def _check_sizes(config: Any, devices: int) -> None:

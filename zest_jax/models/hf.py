@@ -106,6 +106,11 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise UserError(f"{path} cannot be read ({e.strerror}); fetch the model again") from None
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a local folder has files of a tokenizer."""
+    return any((folder / name).exists() for name in TOKENIZER_FILES)
+
+
 def read_tokenizer(folder: str | Path, vocab_size: int | None = None) -> Any:
     """The tokenizer of a folder (or hub id).
 
@@ -120,7 +125,7 @@ def read_tokenizer(folder: str | Path, vocab_size: int | None = None) -> Any:
 
     folder = local_folder(folder)
     # Without these files the library makes up an empty tokenizer, and says nothing.
-    if not any((folder / name).exists() for name in TOKENIZER_FILES):
+    if not has_tokenizer(folder):
         raise UserError(
             f"{folder} has no tokenizer ({', '.join(TOKENIZER_FILES)}); fetch the model again with "
             "its tokenizer files"

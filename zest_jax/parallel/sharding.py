@@ -182,10 +182,12 @@ def for_decoding(params: Any, dtype: str) -> Any:
 
     def one(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
         names = [str(getattr(k, "key", "")) for k in path]
+        placed = _spec(path, leaf.shape, mesh, [])
         if STACKED in names and leaf.ndim > 2 and "bias" not in names[-1]:
-            leaf = leaf.astype(dtype)
-        kept = _spec(path, leaf.shape, mesh, [])
-        kept = P(*(axis if axis == "tensor" else None for axis in kept))
+            # The TPU compiler would cast behind the gathering, and move and hold float32.
+            leaf = jax.lax.with_sharding_constraint(leaf.astype(dtype), placed)
+            leaf = jax.lax.optimization_barrier(leaf)
+        kept = P(*(axis if axis == "tensor" else None for axis in placed))
         return jax.lax.with_sharding_constraint(leaf, kept)
 
     return jax.tree_util.tree_map_with_path(one, params)
