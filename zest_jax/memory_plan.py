@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Var
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from zest_jax import assembly
 from zest_jax.errors import UserError
@@ -34,7 +34,8 @@ from zest_jax.models.cache import padded_length
 from zest_jax.models.lora import split_lora
 from zest_jax.models.policy import Block, checkpointed
 from zest_jax.models.rope import rotary
-from zest_jax.parallel.sharding import plan_shardings
+from zest_jax.parallel import AXES
+from zest_jax.parallel.sharding import STACKED, plan_shardings
 from zest_jax.rollout.state import RolloutSpec
 
 GIB = 2**30
@@ -179,8 +180,13 @@ def rollout_lines(
     heads = config.kv_heads / _share(config.kv_heads, mesh, "tensor")
     positions = padded_length(config, spec.cache_lengths[-1])
     cache = 2 * config.layers * slots * positions * heads * config.head_dim * width
-    # Decoding reads the layers apart from one another, cast once.
-    cast = per_device(_as_type(param_shapes(config), config.dtype), mesh)
+    # Decoding reads the layers apart from one another, cast once; on a mesh they are whole but for
+    # what `tensor` splits, and what is no layer stays in float32 (`for_decoding`).
+    shapes = param_shapes(config)
+    cast = per_device(_as_type(shapes, config.dtype), _gathered(mesh))
+    if _axis(mesh, "fsdp") > 1:
+        rest = {name: x for name, x in shapes.items() if name != STACKED}
+        cast += per_device(rest, _gathered(mesh))
     vocabulary = config.vocab_size / _axis(mesh, "tensor")
     fill = min(spec.block_slots, spec.slots) * min(spec.block_tokens, spec.chunk)
     # A kernel that reads the cache keeps no scores in memory.
@@ -259,8 +265,8 @@ def per_device(tree: Any, mesh: Mesh | None = None) -> float:
 
 
 def _held(x: Any) -> float:
-    """Bytes that one device holds of an array."""
-    if not isinstance(x, jax.Array):
+    """Bytes that one device holds of an array, or would of a described one."""
+    if not isinstance(x, (jax.Array, jax.ShapeDtypeStruct)) or x.sharding is None:
         return float(x.nbytes)
     return float(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize)
 
@@ -281,6 +287,11 @@ def _gathered_layer(config: PolicyConfig, mesh: Mesh | None) -> float:
         return 0.0
     blocks = _as_type(param_shapes(config)["blocks"], config.dtype)
     return per_device({"blocks": blocks}, mesh) / config.layers * _axis(mesh, "fsdp")
+
+
+def _gathered(mesh: Any) -> Any:
+    """A mesh on which only `tensor` splits anything, as for weights that decoding reads."""
+    return None if mesh is None else AbstractMesh((1, 1, mesh.shape["tensor"]), AXES)
 
 
 def _axis(mesh: Mesh | None, name: str) -> int:
@@ -351,13 +362,13 @@ def plan_run(
         pulled = config.proposer.kl_weight and not config.proposer.frozen
         if proposer_policy is not None and pulled:
             resident.append(Line("base of the proposer", per_device(_trained(asking), mesh)))
-    # Roles share an index, so that an array may stand there twice.
     # With turns and `offload_idle`, moments are on the device while their role is updated only.
     moved: dict[str, Line] = {}
     if config.training.offload_idle and own == "proposer" and not config.proposer.frozen:
         moved = {line.name.split(":")[0]: line for line in resident if ": moments" in line.name}
         resident = [line for line in resident if line not in moved.values()]
-    arrays = {id(x): _held(x) for x in jax.tree.leaves(retriever) if hasattr(x, "nbytes")}
+    # Roles share an index, so that an array may stand there twice.
+    arrays = {id(x): _held(x) for x in jax.tree.leaves(retriever) if hasattr(x, "dtype")}
     resident.append(Line("index and passages", sum(arrays.values())))
     asks = bool(own and not config.proposer.frozen)
     used = {
@@ -430,20 +441,36 @@ def check(plan_of: Callable[[Any], Plan], config: Any) -> Plan:
 
 
 def remedies(plan_of: Callable[[Any], Plan], config: Any, most: int = 3) -> list[str]:
+    """`fitting_changes` as flags of a command line."""
+    return [flags_of(change) for change in fitting_changes(plan_of, config, most)]
+
+
+def fitting_changes(
+    plan_of: Callable[[Any], Plan],
+    config: Any,
+    most: int = 3,
+    first: Sequence[dict[str, Any]] = (),
+) -> list[dict[str, Any]]:
     """Changes to the config that make its plan fit, the least harmful first.
 
     Single changes come first (at most `most` of them); where none is enough, they are added up in
     the same order until they are. [] where not even that fits.
+
+    Args:
+      plan_of: config -> plan.
+      config: the run's.
+      most: single changes that are told.
+      first: changes that are tried before our own.
     """
-    steps = _changes(config)
-    singles = [step for step in steps if plan_of(_changed(config, step)).fits]
+    steps = [*first, *_changes(config)]
+    singles = [step for step in steps if plan_of(changed(config, step)).fits]
     if singles:
-        return [_flags(step) for step in singles[:most]]
+        return singles[:most]
     together: dict[str, Any] = {}
     for step in steps:
         together |= step
-        if plan_of(_changed(config, together)).fits:
-            return [_flags(together)]
+        if plan_of(changed(config, together)).fits:
+            return [together]
     return []
 
 
@@ -470,12 +497,14 @@ def _changes(config: Any) -> list[dict[str, Any]]:
     return out
 
 
-def _changed(config: Any, changes: dict[str, Any]) -> Any:
+def changed(config: Any, changes: dict[str, Any]) -> Any:
+    """A copy of a config with other values at dotted paths."""
     copy = config.copy_and_resolve_references()
     with copy.unlocked():
         copy.update_from_flattened_dict(changes)
     return copy
 
 
-def _flags(changes: dict[str, Any]) -> str:
+def flags_of(changes: dict[str, Any]) -> str:
+    """Changes as they are written on a command line."""
     return " ".join(f"--config.{field}={value}" for field, value in changes.items())

@@ -5,6 +5,7 @@ Axes (`parallel/mesh.py`): `data` copies the weights and shares the rows; `fsdp`
 """
 
 import contextlib
+import dataclasses
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from jax.sharding import Mesh
 from zest_jax import assembly, memory_plan, players
 from zest_jax.errors import UserError
 from zest_jax.models import PolicyConfig
+from zest_jax.models.backends import KERNELS
 from zest_jax.models.hf import has_tokenizer, read_tokenizer
 from zest_jax.parallel import AXES, Placement, hosts, make_mesh
 from zest_jax.workdir import Workdir
@@ -65,7 +67,7 @@ def choose_mesh(config: Any, devices: Sequence[Any], limit: float | None) -> tup
         _check_sizes(config, count)
         data, fsdp, tensor = (config.mesh[axis] or 1 for axis in AXES)
         return make_mesh(data, fsdp, tensor, devices), "as config.mesh says"
-    solver, proposer = shapes(config)
+    solver, proposer = shapes(config, devices[0].platform)
     heads = [policy.kv_heads for policy in (solver, proposer) if policy is not None]
     row = [(count, 1, 1), (1, count, 1)]
     tensor = 2
@@ -85,17 +87,27 @@ def choose_mesh(config: Any, devices: Sequence[Any], limit: float | None) -> tup
     return mesh, "all copies fit" if first else "the first mesh whose memory plan fits"
 
 
-def shapes(config: Any) -> tuple[PolicyConfig, PolicyConfig | None]:
+def shapes(config: Any, platform: str = "cpu") -> tuple[PolicyConfig, PolicyConfig | None]:
     """Shapes of the solver and of the proposer, None where it begins as the same policy.
+
+    Args:
+      config: the run's.
+      platform: of the devices: attention is the kernel that there is for it, if the config leaves
+        it open.
 
     Raises:
       UserError: a folder cannot be read.
     """
+    wanted = config.policy.attention
+    attention = KERNELS.get(platform, "xla") if wanted == "auto" else wanted
     world = None if config.policy.folder else assembly.find_world(config)
-    solver = players.policy_shape(config.policy, config.policy, world)
-    if not config.proposer.folder:
-        return solver, None
-    return solver, players.policy_shape(config.proposer, config.policy, None)
+
+    def shape(given: Any, world: Any) -> PolicyConfig:
+        policy = players.policy_shape(given, config.policy, world)
+        return dataclasses.replace(policy, attention=attention)
+
+    solver = shape(config.policy, world)
+    return solver, shape(config.proposer, None) if config.proposer.folder else None
 
 
 def tokenizer_of(config: Any, given: Any) -> Any:

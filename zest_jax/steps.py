@@ -215,10 +215,7 @@ def describe(config: Any, place: Described, corpus: Corpus | None = None, platfo
 
 def _players(config: Any, place: Described, platform: str) -> dict[str, Player]:
     """The players without weights; a player's tokenizer is None where only shapes are at hand."""
-    shapes = placing.shapes(config)
-    kernels = {"tpu": "splash", "cuda": "cudnn"}
-    wanted = config.policy.attention
-    attention = kernels.get(platform, "xla") if wanted == "auto" else wanted
+    shapes = placing.shapes(config, platform)
     lora = assembly.lora_spec(config)
     made = []
     for shape, given in zip(shapes, (config.policy, config.proposer), strict=True):
@@ -226,7 +223,7 @@ def _players(config: Any, place: Described, platform: str) -> dict[str, Player]:
             made.append(made[0])
             continue
         policy = dataclasses.replace(
-            shape, dtype=config.policy.dtype, attention=attention, decoding="xla", lora=lora
+            shape, dtype=config.policy.dtype, decoding="xla", lora=lora
         )
         params, frozen = param_shapes(policy), None
         if lora is not None:
@@ -235,7 +232,7 @@ def _players(config: Any, place: Described, platform: str) -> dict[str, Player]:
             frozen = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, kept), frozen)
             frozen = place.params(frozen)
         tokenizer = placing.tokenizer_of(config, given)
-        made.append(Player(tokenizer, policy, place.params(params), frozen, "", attention, {}))
+        made.append(Player(tokenizer, policy, place.params(params), frozen, "", "", {}))
     solver, proposer = made
     return {"solver": solver, "proposer": proposer, "reader": solver} | dict.fromkeys(
         assembly.STAGES_WRITTEN, proposer

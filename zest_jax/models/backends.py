@@ -25,7 +25,8 @@ from zest_jax.models.rope import rotary, rotate
 # scores' operands gives 0.002 to 0.006, a wrong mask or a lost segment at least 0.1.
 TOLERANCE = 0.02
 _LENGTH = 256
-_KERNELS = {"gpu": "cudnn", "tpu": "splash"}
+KERNELS = {"gpu": "cudnn", "tpu": "splash"}
+"""The kernel of a platform, for whole sequences."""
 
 
 def choose_attention(config: PolicyConfig, wanted: str = "auto") -> tuple[PolicyConfig, str]:
@@ -44,7 +45,7 @@ def choose_attention(config: PolicyConfig, wanted: str = "auto") -> tuple[Policy
             f"attention back end {wanted!r} is unknown; take auto or one of {', '.join(BACKENDS)}."
         )
     platform = jax.default_backend()
-    kernel = _KERNELS.get(platform) if wanted == "auto" else wanted
+    kernel = KERNELS.get(platform) if wanted == "auto" else wanted
     reason = ""
     if kernel is None:
         kernel, reason = "xla", f"there is no kernel for {platform}"
@@ -212,7 +213,7 @@ def _out_and_gradients(
 
 def _unfit(config: PolicyConfig, backend: str, platform: str) -> str:
     """Why a kernel is out of the question before it is tried, or ""."""
-    if _KERNELS.get(platform) != backend:
+    if KERNELS.get(platform) != backend:
         return f"it is not for {platform}"
     if backend == "cudnn" and config.dtype == "float32":
         return "it computes in bfloat16 only, and policy.dtype is float32"

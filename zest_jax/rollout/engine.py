@@ -180,14 +180,19 @@ class Engine:
         def extend(state: State) -> State:
             observed = None
             if retriever is not None:
-                ids_SUQ, length_SU, asked_S = self.queries(state)
-                row_SUR, score_SUR = retriever.search(ids_SUQ, length_SU)
-                there_SU = jnp.arange(self.spec.queries) < asked_S[:, None]
-                row_SUR = jnp.where(there_SU[..., None], row_SUR, -1)
-                observed = Observed(row_SUR, score_SUR, *retriever.observe(row_SUR, asked_S))
-            return self.extend(policy, layers, state, prompt_NP, prompt_length_N, observed)
+                with jax.named_scope("search"):
+                    ids_SUQ, length_SU, asked_S = self.queries(state)
+                    row_SUR, score_SUR = retriever.search(ids_SUQ, length_SU)
+                    there_SU = jnp.arange(self.spec.queries) < asked_S[:, None]
+                    row_SUR = jnp.where(there_SU[..., None], row_SUR, -1)
+                    observed = Observed(row_SUR, score_SUR, *retriever.observe(row_SUR, asked_S))
+            with jax.named_scope("extend"):
+                return self.extend(policy, layers, state, prompt_NP, prompt_length_N, observed)
 
-        decode = functools.partial(self.decode, policy, layers, table, draws)
+        # Names of the parts, for profiles and for `zest_jax.plan`.
+        decode = jax.named_scope("decode")(
+            functools.partial(self.decode, policy, layers, table, draws)
+        )
         for length in self.spec.cache_lengths:
             state = dataclasses.replace(state, cache=grow(self.config, state.cache, length))
             state = self._run(state, extend, decode, table, length)
