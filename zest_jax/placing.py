@@ -45,7 +45,9 @@ def place(config: Any) -> tuple[Placement, str]:
     return Placement(mesh), f"{len(devices)} of {kind}{of}; mesh {shape} ({why})"
 
 
-def choose_mesh(config: Any, devices: Sequence[Any], limit: float | None) -> tuple[Mesh, str]:
+def choose_mesh(
+    config: Any, devices: Sequence[Any], limit: float | None, index: float = 0.0
+) -> tuple[Mesh, str]:
     """The config's mesh over some devices, or the first of a row of meshes whose plan fits.
 
     The row begins with `data` alone, which exchanges the least, then `fsdp`, then `fsdp` with ever
@@ -55,6 +57,7 @@ def choose_mesh(config: Any, devices: Sequence[Any], limit: float | None) -> tup
       config: the run's.
       devices: all that take part; they need not be there (`jax.experimental.topologies`).
       limit: bytes of a device; None where it is not known, as on CPUs.
+      index: bytes of an index and passages that are shared out over `data` and `fsdp`.
 
     Returns:
       The mesh, and why, in words.
@@ -79,7 +82,8 @@ def choose_mesh(config: Any, devices: Sequence[Any], limit: float | None) -> tup
         plan = memory_plan.plan_run(
             config, solver, mesh=mesh, limit=limit, proposer_policy=proposer
         )
-        if plan.fits:
+        searched = memory_plan.Line("index", index / (sizes[0] * sizes[1]))
+        if dataclasses.replace(plan, resident=(*plan.resident, searched)).fits:
             break
     else:
         return mesh, "none of the meshes fits the devices' memory by plan; this shares the most"

@@ -1,7 +1,7 @@
 """What `zest_jax.plan` does once JAX may be imported: describe, compile, add up, suggest."""
 
+import contextlib
 import dataclasses
-import functools
 import json
 import re
 import shutil
@@ -136,8 +136,10 @@ def plan(
     resident = steps.sizes(described.resident)
     say(_resident_table(resident))
     if where.platform != "tpu":
+        plain = memory_plan.changed(config, {"policy.attention": "xla"})
+        others = {step.name: step for step in run.describe(plain)[0].steps}
         for step in chosen:
-            say(_lowered(step, mesh, where.platform))
+            say(_lowered(step, others[step.name], mesh, where.platform))
         say(f"memory by our own estimate, nothing is compiled without a GPU:\n{estimate.table()}")
         changes = () if estimate.fits else tuple(memory_plan.remedies(run.estimate, config))
         return Result(where, sizes, resident, (), estimate, changes)
@@ -166,7 +168,9 @@ class _Run:
         """The steps, the mesh and why it is that one."""
         mesh, why = None, "there is one"
         if len(self.devices) > 1:
-            mesh, why = placing.choose_mesh(config, self.devices, self.where.chip.memory)
+            size = 0.0 if self.corpus is None else self.corpus.size
+            limit = self.where.chip.memory
+            mesh, why = placing.choose_mesh(config, self.devices, limit, size)
         place = Described(mesh, self.devices[0])
         return steps.describe(config, place, self.corpus, self._platform), mesh, why
 
@@ -374,16 +378,16 @@ def cost_of(
     if not step.name.endswith("update"):
         return None
     packs = assembly.pack_specs(config, shards)
-    name = {"cloning_update": "warm_start"}.get(step.name, role)
-    turns = packs[name].micro_batches
-    with_mesh = functools.partial(roofline.flops, step.function, step.arguments, turns)
-    if mesh is None:
-        operations = with_mesh()
-    else:
-        with jax.set_mesh(mesh):
-            operations = with_mesh()
+    trained = packs[{"cloning": "warm_start"}.get(role, role)].micro_batches
+    scored = 0
+    if role == "proposer" and step.arguments[2].contexts is not None:
+        scored = packs["contexts"].micro_batches
+    # Contexts are scored before proposals are trained on; training on one micro-batch is no loop.
+    turns = [scored] * (scored > 0) + [trained] * (trained > 1)
+    with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+        operations = roofline.flops(step.function, step.arguments, turns) / devices
     state = steps.on_device(step.arguments[0])
-    return roofline.update_cost(operations, devices, policy, state, turns, found, tensor)
+    return roofline.update_cost(operations, policy, state, (trained, scored), found, tensor)
 
 
 def episodes(config: Any, role: str, step: Step, shards: int) -> Episodes:
@@ -459,13 +463,16 @@ _WHERE = {
 }
 
 
-def _lowered(step: Step, mesh: Any, platform: str) -> str:
+def _lowered(step: Step, other: Step, mesh: Any, platform: str) -> str:
+    """How far a step is lowered without a GPU; `other` is the same with XLA's attention."""
+    how = ""
     try:
-        text = step.lower(mesh, platform).as_text()
-    except Exception as error:  # a kernel whose lowering asks the GPU
+        program = step.lower(mesh, platform)
+    except Exception as error:  # cuDNN's lowering asks the GPU for its version
         first = (str(error).strip() or repr(error)).splitlines()[0]
-        return f"{step.name}: needs a GPU to be lowered ({type(error).__name__}: {first[:160]})"
-    return f"{step.name}: lowered for {platform}, {text.count(chr(10)):,} lines"
+        how = f" with XLA's attention, since its own needs a GPU ({first[:160].rstrip('.')})"
+        program = other.lower(mesh, platform)
+    return f"{step.name}: lowered for {platform}{how}, {program.as_text().count(chr(10)):,} lines"
 
 
 def verdict(result: Result) -> str:
@@ -473,9 +480,12 @@ def verdict(result: Result) -> str:
     chip = result.where.chip
     fullest = max(result.compiled, key=lambda step: step.peak)
     word = "fits" if result.fits else "does not fit"
+    own = f"our own estimate: {result.estimate.peak / GB:.2f} GB"
+    if result.fits and not result.estimate.fits:
+        own += ", by which zest_jax.train would refuse the run"
     return (
         f"{word}: {result.peak / GB:.2f} GB of {chip.memory / GB:.0f} GB a device in "
-        f"{fullest.name} (our own estimate: {result.estimate.peak / GB:.2f} GB)"
+        f"{fullest.name} ({own})"
     )
 
 

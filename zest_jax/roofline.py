@@ -9,7 +9,7 @@ Shape letters: D width, H heads, J key/value heads, K head size, F feed-forward 
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -50,18 +50,21 @@ class Cost:
         return max(times, key=lambda name: times[name])
 
 
-def flops(function: Callable[..., Any], arguments: Iterable[Any], turns: int = 1) -> float:
+def flops(
+    function: Callable[..., Any], arguments: Iterable[Any], turns: Sequence[int] = ()
+) -> float:
     """Operations of the matrix products of a function, on all devices together.
 
     Args:
       function: traced, not run.
       arguments: abstract arrays.
-      turns: of a loop whose end depends on data.
+      turns: of the loops whose end depends on data, in the order of the program; of further ones,
+        one.
     """
-    return _of(jax.make_jaxpr(function)(*arguments).jaxpr, turns)
+    return _of(jax.make_jaxpr(function)(*arguments).jaxpr, iter(turns))
 
 
-def _of(jaxpr: Jaxpr, turns: int) -> float:
+def _of(jaxpr: Jaxpr, turns: Iterator[int]) -> float:
     total = 0.0
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
@@ -70,6 +73,7 @@ def _of(jaxpr: Jaxpr, turns: int) -> float:
             left = eqn.invars[0].aval.shape
             total += 2.0 * eqn.outvars[0].aval.size * math.prod(left[i] for i in contracting)
             continue
+        known = next(turns, 1) if name == "while" else 1
         inner = [_of(each, turns) for each in _inner(eqn.params)]
         if not inner:
             continue
@@ -80,7 +84,7 @@ def _of(jaxpr: Jaxpr, turns: int) -> float:
         if name == "scan":
             times = eqn.params["length"]
         elif name == "while":
-            times = turns
+            times = known
         elif name == "shard_map":
             mesh = eqn.params["mesh"]  # the axes' name differs between JAX versions
             axes = next(eqn.params[k] for k in _AXES if k in eqn.params)
@@ -105,38 +109,38 @@ def _inner(params: dict[str, Any]) -> list[Jaxpr]:
     return found
 
 
-def exchanged(found: Iterable[Collective], turns: dict[str, float]) -> float:
-    """Bytes that a device sends in a step; `turns` of the loops of unknown length, by `hlo.part`."""
-    return sum(c.travels * c.times * turns.get(part(c), 1.0) for c in found)
-
-
 # ------------------------------------------------------------------------------------ updates
 
 
 def update_cost(
     operations: float,
-    devices: int,
     config: PolicyConfig,
     state: float,
-    micro_batches: int,
+    micro_batches: tuple[int, int],
     found: Iterable[Collective],
     tensor: int = 1,
 ) -> Cost:
     """Of an update.
 
     Args:
-      operations: on all devices.
-      devices: how many share them.
+      operations: of a device.
       config: the policy.
       state: bytes of parameters and moments on a device; read and written once.
-      micro_batches: that are not skipped.
+      micro_batches: that are trained on, and that are only scored (contexts).
       found: the program's exchanges.
       tensor: devices that share heads and features.
     """
+    trained, scored = micro_batches
     # Forward, once more in the backward pass, and there: a layer's weights are read three times.
-    weights = 3 * _weights(config) / tensor * micro_batches
-    link = exchanged(found, {"loop": float(micro_batches)})
-    return Cost(operations / devices, 2 * state + weights, link)
+    weights = _weights(config) / tensor * (3 * trained + scored)
+
+    def turns(each: Collective) -> int:
+        if not each.loops:
+            return 1
+        return trained if "jvp" in each.where else max(scored, 1)
+
+    link = sum(each.travels * each.times * turns(each) for each in found)
+    return Cost(operations, 2 * state + weights, link)
 
 
 # ----------------------------------------------------------------------------------- rollouts
@@ -192,7 +196,8 @@ def rollout_cost(
     operations = (steps * spec.slots + filled) * (multiply + attend)
     memory = steps * (weights + cache) + passes * weights + rounds * index
     turns = {"decode": steps, "search": rounds, "extend": passes, "loop": rounds + waves}
-    return Cost(operations, memory, exchanged(found, turns))
+    link = sum(each.travels * each.times * turns.get(part(each), 1.0) for each in found)
+    return Cost(operations, memory, link)
 
 
 def _weights(config: PolicyConfig) -> float:

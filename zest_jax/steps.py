@@ -122,6 +122,12 @@ class Corpus:
     tokens: int
     int8: bool = False
 
+    @property
+    def size(self) -> float:
+        """Bytes of vectors and passages."""
+        vector = self.dimension + 4 if self.int8 else 2 * self.dimension
+        return float(self.passages) * (vector + 4 * self.tokens + 4)
+
 
 @dataclasses.dataclass(frozen=True)
 class Described(Placement):
