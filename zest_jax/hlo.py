@@ -101,9 +101,7 @@ def _computations(text: str) -> tuple[str, dict[str, list[str]]]:
     return entry, found
 
 
-def _reached(
-    entry: str, computations: Mapping[str, list[str]]
-) -> Iterator[tuple[str, int, int]]:
+def _reached(entry: str, computations: Mapping[str, list[str]]) -> Iterator[tuple[str, int, int]]:
     """Every computation, each time that it is called: name, runs, loops of unknown length."""
     todo = [(entry, 1, 0)]
     while todo:
@@ -113,7 +111,9 @@ def _reached(
         yield name, times, loops
         for line in computations[name]:
             if " while(" in line:
-                body, condition = (re.search(rf"{k}=%?([\w.\-]+)", line) for k in ("body", "condition"))
+                body, condition = (
+                    re.search(rf"{k}=%?([\w.\-]+)", line) for k in ("body", "condition")
+                )
                 assert body and condition
                 count = _trips(line, condition[1], computations)
                 inner = (times * (count or 1), loops + (count is None))

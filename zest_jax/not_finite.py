@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from etils import epath
 from jax.experimental import multihost_utils
 
 import zest_jax
@@ -84,7 +85,7 @@ def keep_tried(
       host: the host state that belongs to it.
       say: shows a line.
     """
-    folder = workdir.shared / FOLDER
+    folder, state_folder = workdir.path / FOLDER, epath.Path(workdir.shared / FOLDER / "state")
     say(
         f"step {tried.step}, phase {tried.phase}: {told(tried.bad)}. The update was not made; "
         f"its batch and the state before it go to {folder}: python -m zest_jax.replay "
@@ -96,11 +97,14 @@ def keep_tried(
     first = jax.process_index() == 0
     if first and folder.exists():
         shutil.rmtree(folder)
+    if first and state_folder.exists():  # not in that folder if in a bucket
+        state_folder.rmtree()
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(FOLDER)
-    with Checkpoints(folder / "state", keep=1) as checkpoints:
+    with Checkpoints(str(state_folder), keep=1) as checkpoints:
         checkpoints.save(1, state, dict(host))
     if first:
+        folder.mkdir(exist_ok=True)
         with writing(folder / "batch.npz") as file:
             np.savez(file, **arrays)  # type: ignore[arg-type]
         # Last: where it is there, all is.

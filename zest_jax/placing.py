@@ -14,7 +14,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from zest_jax import assembly, memory_plan, players
+from zest_jax import assembly, bucket, memory_plan, players
+from zest_jax.datasets.files import to_path
 from zest_jax.errors import UserError
 from zest_jax.models import PolicyConfig
 from zest_jax.models.backends import KERNELS
@@ -147,7 +148,8 @@ def _check_sizes(config: Any, devices: int) -> None:
 @contextlib.contextmanager
 def workdir_of(path: str, config: Any) -> Iterator[Workdir]:
     """The run's workdir for the first process; for others a folder of their own that is thrown
-    away, whose checkpoints are the run's.
+    away, whose checkpoints are the run's. A workdir in a bucket is worked on in such a folder, too,
+    and copied (`bucket`).
 
     So all processes run the same program, and one of them writes the run.
 
@@ -159,20 +161,28 @@ def workdir_of(path: str, config: Any) -> Iterator[Workdir]:
       UserError: on every process, where the first one cannot have the workdir.
     """
     opened: list[Workdir] = []
-
-    def open_it() -> None:
-        workdir = Workdir(path)
-        opened.append(workdir)
-        workdir.claim(config, may_differ=MAY_DIFFER)
-
     with contextlib.ExitStack() as stack:
+
+        def scratch() -> Path:
+            folder = tempfile.TemporaryDirectory(prefix="zest_jax-")
+            return Path(stack.enter_context(folder))
+
+        def open_it() -> None:
+            mirror = bucket.Mirror(path, scratch()) if bucket.is_bucket(path) else None
+            if mirror is None:
+                workdir = Workdir(path)
+            else:
+                workdir = Workdir(mirror.local, checkpoints=mirror.checkpoints, publish=mirror.push)
+            opened.append(workdir)
+            workdir.claim(config, may_differ=MAY_DIFFER)
+
         try:
             hosts.told(open_it)
             if not opened:
-                scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="zest_jax-"))
-                shared = Path(path) / "checkpoints"
-                opened.append(Workdir(scratch, lock=False, checkpoints=shared))
+                folder = to_path(path) / "checkpoints"
+                opened.append(Workdir(scratch(), lock=False, checkpoints=folder))
             yield opened[0]
         finally:
             for workdir in opened:
+                workdir.publish()
                 workdir.close()

@@ -371,7 +371,9 @@ def cost_of(
     policy = shapes[1] if role not in ("solver", "reader", "cloning") and shapes[1] else shapes[0]
     policy = dataclasses.replace(policy, dtype=config.policy.dtype)
     if step.rollout is not None:
-        index = sum(steps.sizes({n: described.resident[n] for n in step.holds if n == "index"}).values())
+        index = sum(
+            steps.sizes({n: described.resident[n] for n in step.holds if n == "index"}).values()
+        )
         return roofline.rollout_cost(
             policy, step.rollout, episodes(config, role, step, shards), index, found, tensor
         )

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 from zest_jax import assembly, placing
 from zest_jax.learning import updates
 from zest_jax.learning.packing import pack, placed
-from zest_jax.models import PolicyConfig, param_shapes
+from zest_jax.models import param_shapes
 from zest_jax.models.lora import join, split_lora
 from zest_jax.models.policy import Params
 from zest_jax.parallel import Placement, param_shardings
@@ -180,7 +180,9 @@ def _at(x: Any, sharding: Sharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=sharding)
 
 
-def describe(config: Any, place: Described, corpus: Corpus | None = None, platform: str = "tpu") -> Steps:
+def describe(
+    config: Any, place: Described, corpus: Corpus | None = None, platform: str = "tpu"
+) -> Steps:
     """The steps of a run of `train`.
 
     Args:
@@ -228,9 +230,7 @@ def _players(config: Any, place: Described, platform: str) -> dict[str, Player]:
         if shape is None:
             made.append(made[0])
             continue
-        policy = dataclasses.replace(
-            shape, dtype=config.policy.dtype, decoding="xla", lora=lora
-        )
+        policy = dataclasses.replace(shape, dtype=config.policy.dtype, decoding="xla", lora=lora)
         params, frozen = param_shapes(policy), None
         if lora is not None:
             params, frozen = split_lora(params)

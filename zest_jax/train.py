@@ -82,7 +82,6 @@ def run(
     # What is told while it runs
     # ------------------------------------------------------------------------------------------
     begun, traces, say = time.perf_counter(), TraceCounter(), progress.say
-
     # ------------------------------------------------------------------------------------------
     # World, policy, retriever, samplers
     # ------------------------------------------------------------------------------------------
@@ -171,10 +170,10 @@ def run(
     def save(score: float | None = None) -> None:
         with watch("checkpoint"):
             # Numbered by save, not by step: the end of a phase changes the state without a step.
-            host["saves"] += 1
-            host.update(records=metrics.count, seconds=watch.seconds, pool=pool.to_json())
-            host["retraces"] = retraces_before + traces.retraces
+            host.update(saves=host["saves"] + 1, records=metrics.count, pool=pool.to_json())
+            host.update(seconds=watch.seconds, retraces=retraces_before + traces.retraces)
             metrics.sync()
+            workdir.publish()
             checkpoints.save(host["saves"], state, host, score)
 
     def advance(

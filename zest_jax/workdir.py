@@ -14,7 +14,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -31,7 +31,8 @@ class Workdir:
     Args:
       path: a local folder; made if it is missing.
       lock: False only for readers, such as a report over a finished run.
-      checkpoints: where the run's checkpoints are, if not in it.
+      checkpoints: where the run's checkpoints are, if not in it: a folder, or one in a bucket.
+      publish: copies what has changed to where others see it.
 
     Raises:
       UserError: no folder can be made there, or another process holds it.
@@ -42,12 +43,17 @@ class Workdir:
         path: str | os.PathLike[str],
         *,
         lock: bool = True,
-        checkpoints: str | os.PathLike[str] | None = None,
+        checkpoints: Any = None,
+        publish: Callable[[], None] | None = None,
     ):
         if "://" in str(path):
-            raise UserError(f"workdir {path} is not a local folder; give one, as in runs/smoke.")
+            raise UserError(
+                f"workdir {path} is not a local folder, and this program takes no other; copy it "
+                "to one, as in runs/smoke."
+            )
         self.path = Path(path)
-        self._checkpoints = self.path / "checkpoints" if checkpoints is None else Path(checkpoints)
+        self._publish = publish
+        self._checkpoints = self.path / "checkpoints" if checkpoints is None else checkpoints
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError):
@@ -55,6 +61,14 @@ class Workdir:
         except PermissionError:
             raise UserError(f"workdir {path} cannot be made: permission denied.") from None
         self._lock: IO[str] | None = self._take_lock() if lock else None
+
+    def publish(self) -> None:
+        """Copies what has changed to where others see it, if that is not this folder.
+
+        Called before every checkpoint, so that none is there without what belongs to it.
+        """
+        if self._publish is not None:
+            self._publish()
 
     # Where everything is.
 
@@ -71,12 +85,12 @@ class Workdir:
         return self.path / "tensorboard"
 
     @property
-    def checkpoints(self) -> Path:
+    def checkpoints(self) -> Any:
         return self._checkpoints
 
     @property
-    def shared(self) -> Path:
-        """The run's folder, which for other processes than its first is not their own."""
+    def shared(self) -> Any:
+        """The run's folder or bucket, which need not be this process's own folder."""
         return self._checkpoints.parent
 
     @property
