@@ -4,8 +4,9 @@
     python -m benchmarks.checkpoints --shape=tiny --rows=2 --length=128 --steps=4    on a CPU
 
 The state is a run's: solver (float32 parameters and both moments) and anchor; with `--proposer` a
-proposer of its own as well. The step measured is the update alone: a run's step has its rollouts
-too, so that the share stated here is an upper bound. The limits that are stated are what the bytes
+proposer of its own as well. `update_s` is the update alone. A run's step has its rollouts too:
+`--rollouts` episodes of `--new` tokens after prompts of `--prompt` are written before every update
+by the trainer's engine (without a search), and the share is that of both together. The limits that are stated are what the bytes
 would take over the link to the device and to the folder at rates measured here.
 """
 
@@ -15,6 +16,7 @@ import shutil
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,16 @@ from benchmarks.shapes import POLICIES
 from benchmarks.train_step import batch
 
 COLUMNS = (
-    *("shape", "state_gib", "step_s", "checksum_s", "blocking_s", "blocking_max_s", "written_s"),
+    *(
+        "shape",
+        "state_gib",
+        "update_s",
+        "step_s",
+        "checksum_s",
+        "blocking_s",
+        "blocking_max_s",
+        "written_s",
+    ),
     *("step_while_writing_s", "overhead_s", "every", "overhead", "to_host_limit_s"),
     *("disk_limit_s", "failed"),
 )
@@ -54,12 +65,17 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     packed, advantage_B = jax.device_put(batch(case, config.vocab_size))
     update = jax.jit(functools.partial(policy_update, config, spec), donate_argnums=0)
 
-    def step() -> float:
+    sample = rollouts(config, case)
+
+    def step(whole: bool = True) -> float:
         begun = time.perf_counter()
+        if whole:
+            sample(state["solver"].params)
         state["solver"], metrics = update(state["solver"], packed, advantage_B)
         jax.block_until_ready((state["solver"], metrics))
         return time.perf_counter() - begun
 
+    alone = harness.seconds(lambda: step(whole=False), case["steps"])
     timed = harness.seconds(step, case["steps"])
     size = sum(x.nbytes for x in jax.tree.leaves(state))
     sums = harness.seconds(lambda: checksums(state), 3)
@@ -90,6 +106,7 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     to_host = _to_host_rate()
     return {
         "state_gib": size / 2**30,
+        "update_s": alone["median_s"],
         "step_s": usual,
         "checksum_s": sums["median_s"],
         "blocking_s": statistics.median(blocking),
@@ -105,6 +122,42 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
         "cpus": os.cpu_count(),
         **harness.machine(),
     }
+
+
+def rollouts(config: Any, case: dict[str, Any]) -> Callable[[Any], None]:
+    """Writes the episodes of a step with some parameters; nothing for none."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from benchmarks.rollout import words
+    from zest_jax.rollout.engine import Engine, compiler_options
+    from zest_jax.rollout.protocols import PLAIN_SEARCH
+    from zest_jax.rollout.sampling import Draws
+    from zest_jax.rollout.state import RolloutSpec
+    from zest_jax.rollout.stops import build_stop_table
+
+    N = case["rollouts"]
+    if not N:
+        return lambda params: None
+    tokens = words(config.vocab_size, 0.0, 0.0)
+    table = jax.tree.map(
+        jnp.asarray, build_stop_table(tokens, PLAIN_SEARCH.opening, PLAIN_SEARCH.closing)
+    )
+    spec = RolloutSpec(
+        slots=min(N, 256), prompt_length=case["prompt"], action_length=case["new"], block_tokens=128
+    )
+    run = jax.jit(
+        functools.partial(
+            Engine(config, spec, PLAIN_SEARCH, ()).rollout,
+            draws=Draws(jax.random.key(1), jnp.float32(1.0)),
+        ),
+        compiler_options=compiler_options(),
+    )
+    rng = np.random.default_rng(0)
+    prompt_NP = jnp.asarray(rng.integers(0, config.vocab_size, (N, case["prompt"])), jnp.int32)
+    length_N = jnp.full(N, case["prompt"], jnp.int32)
+    return lambda params: jax.block_until_ready(run(params, table, None, prompt_NP, length_N))
 
 
 def _to_host_rate() -> float:
@@ -143,17 +196,20 @@ def main() -> None:
     p.add_argument("--length", type=int, default=2048)
     p.add_argument("--remat", default="dots")
     p.add_argument("--proposer", action="store_true", help="a proposer with weights of its own")
+    p.add_argument("--rollouts", type=int, default=0, help="episodes of a step; 0 for the update")
+    p.add_argument("--prompt", type=int, default=512)
+    p.add_argument("--new", type=int, default=256)
     p.add_argument("--folder", default="", help="where to write; the system's temporary folder")
     a = p.parse_args()
     if a.case:
         return harness.run_here(a.case, measure, "train")
     names = ("shape", "every", "saves", "rows", "length", "remat", "proposer", "folder", "steps")
-    case = {name: getattr(a, name) for name in names}
+    case = {name: getattr(a, name) for name in (*names, "rollouts", "prompt", "new")}
     case |= {"engine": "zest_jax", "segments": 1, "targets": 1.0}
     row = harness.run_case("benchmarks.checkpoints", case)
     print(harness.table([row], COLUMNS))
     if "overhead" in row:
-        print(f"\n{100 * row['overhead']:.2f} % of the time of {a.every} updates")
+        print(f"\n{100 * row['overhead']:.2f} % of the time of {a.every} steps")
     harness.write(a.out, [row], {"overhead": "(blocking + slower steps) / (every * step)"})
 
 

@@ -591,7 +591,7 @@ def run(
             shown = for_report(workdir.rollouts)
             metrics.sync()
             write_report(workdir, summary, read_metrics(workdir.metrics_jsonl), shown)
-            say(f"{evaluation.gain_sentence(heldout)}; see {workdir.report_html}")
+            say(f"{evaluation.gain_sentence(heldout)}; see {workdir.shared}/report.html")
 
 
 entry = cli.program(main)
