@@ -6,8 +6,13 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 
-BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "s32": 4, "u32": 4,
-         "f32": 4, "s64": 8, "u64": 8, "f64": 8, "s4": 1, "u4": 1, "f8e4m3fn": 1, "f8e5m2": 1}  # fmt: skip
+_SIZES = {
+    1: ("pred", "s4", "u4", "s8", "u8", "f8e4m3fn", "f8e5m2"),
+    2: ("s16", "u16", "bf16", "f16"),
+    4: ("s32", "u32", "f32"),
+    8: ("s64", "u64", "f64"),
+}
+BYTES = {name: size for size, names in _SIZES.items() for name in names}
 COLLECTIVES = (
     *("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute"),
     *("collective-broadcast", "ragged-all-to-all"),

@@ -266,9 +266,9 @@ def per_device(tree: Any, mesh: Mesh | None = None) -> float:
 
 def _held(x: Any) -> float:
     """Bytes that one device holds of an array, or would of a described one."""
-    if not isinstance(x, (jax.Array, jax.ShapeDtypeStruct)) or x.sharding is None:
-        return float(x.nbytes)
-    return float(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize)
+    place = getattr(x, "sharding", None)
+    shape = x.shape if place is None else place.shard_shape(x.shape)
+    return float(math.prod(shape) * x.dtype.itemsize)
 
 
 def _trained(config: PolicyConfig) -> Any:

@@ -116,17 +116,18 @@ def shapes(config: Any, platform: str = "cpu") -> tuple[PolicyConfig, PolicyConf
 
 
 def tokenizer_of(config: Any, given: Any) -> Any:
-    """The tokenizer of a player, or None where its folder has none, as one of shapes only.
+    """The tokenizer of a player, or None where there is none, as in a folder of shapes only.
 
     Args:
       config: the run's.
       given: its group with the player's `folder`.
 
     Raises:
-      UserError: it cannot be read, or the run's world has none for random weights.
+      UserError: it cannot be read.
     """
     if not given.folder:
-        return read_tokenizer(assembly.find_world(config).atlas.tokenizer_folder)
+        atlas = assembly.find_world(config).atlas
+        return None if atlas is None else read_tokenizer(atlas.tokenizer_folder)
     folder = Path(players.policy_folder(given.folder))
     return read_tokenizer(folder) if has_tokenizer(folder) else None
 

@@ -1,4 +1,4 @@
-"""Compiles every step of a run for a TPU slice that is not there: does it fit, how long would it be.
+"""Compiles every step of a run for a TPU slice that is not there: does it fit, how long is a step.
 
     python -m zest_jax.plan --config=configs/dr_free.py:qwen2.5-3b --topology=v5e-64 \\
         --passages=21015324

@@ -127,6 +127,8 @@ def plan(
     config = with_shapes(config)
     searched = Corpus(*corpus) if corpus else named_corpus(config, say)
     run = _Run(where, _devices(where), searched, dump)
+    if searched is not None and "://" not in config.retrieval.index:
+        say(f"the index lies on the devices: {searched.passages:,} passages")
     described, mesh, why = run.describe(config)
     chosen = _chosen(described, wanted)
     sizes = {} if mesh is None else dict(mesh.shape)

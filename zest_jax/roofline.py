@@ -70,8 +70,9 @@ def _of(jaxpr: Jaxpr, turns: Iterator[int]) -> float:
         name = eqn.primitive.name
         if name == "dot_general":
             (contracting, _), _ = eqn.params["dimension_numbers"]
-            left = eqn.invars[0].aval.shape
-            total += 2.0 * eqn.outvars[0].aval.size * math.prod(left[i] for i in contracting)
+            left: Any = eqn.invars[0].aval
+            out: Any = eqn.outvars[0].aval
+            total += 2.0 * out.size * math.prod(left.shape[i] for i in contracting)
             continue
         known = next(turns, 1) if name == "while" else 1
         inner = [_of(each, turns) for each in _inner(eqn.params)]

@@ -31,14 +31,11 @@ from zest_jax.players import Player
 from zest_jax.retrieval import Retriever
 from zest_jax.retrieval.encoders import BagEncoder
 from zest_jax.retrieval.exact import ExactIndex, Int8Rows
-from zest_jax.retrieval.layout import Frame
 from zest_jax.retrieval.retriever import passage_store
 from zest_jax.retrieval.split import may_split, split_specs
 from zest_jax.retrieval.store import FramePieces, PassageStore
-from zest_jax.rewards.difficulty import CURVES as CURVES  # its names are looked up in rewards
 from zest_jax.rewards.information_gain import context_names
 from zest_jax.rewards.terms import (
-    NEEDS_DIFFICULTY,
     NEEDS_LIKELIHOOD,
     Signals,
     needs,
@@ -90,7 +87,7 @@ class Step:
         """
         with Placement(mesh).active():
             traced = jax.jit(self.function, **self.options).trace(*self.arguments)
-            return traced.lower(**({"lowering_platforms": (platform,)} if platform else {}))
+            return traced.lower(lowering_platforms=(platform,) if platform else None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,7 +222,11 @@ def _players(config: Any, place: Described, platform: str) -> dict[str, Player]:
     """The players without weights; a player's tokenizer is None where only shapes are at hand."""
     shapes = placing.shapes(config, platform)
     lora = assembly.lora_spec(config)
-    made = []
+    made: list[Player] = []
+
+    def in_type(x: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, jnp.dtype(config.policy.dtype))
+
     for shape, given in zip(shapes, (config.policy, config.proposer), strict=True):
         if shape is None:
             made.append(made[0])
@@ -234,9 +235,7 @@ def _players(config: Any, place: Described, platform: str) -> dict[str, Player]:
         params, frozen = param_shapes(policy), None
         if lora is not None:
             params, frozen = split_lora(params)
-            kept = jnp.dtype(config.policy.dtype)
-            frozen = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, kept), frozen)
-            frozen = place.params(frozen)
+            frozen = place.params(jax.tree.map(in_type, frozen))
         tokenizer = placing.tokenizer_of(config, given)
         made.append(Player(tokenizer, policy, place.params(params), frozen, "", "", {}))
     solver, proposer = made
@@ -282,7 +281,7 @@ def _retriever(
         store = PassageStore(
             jax.ShapeDtypeStruct((N, corpus.tokens), jnp.int32),  # type: ignore[arg-type]
             jax.ShapeDtypeStruct((N,), jnp.int32),  # type: ignore[arg-type]
-            FramePieces.build(_shown(frame)),
+            FramePieces.build(frame),
             room,
         )
         size = corpus.dimension // 2
@@ -297,10 +296,6 @@ def _retriever(
 def _pieces(texts: list[str]) -> list[list[int]]:
     """Ids as many as a tokenizer would give, about."""
     return [[0] * -(-len(text) // CHARACTERS) for text in texts]
-
-
-def _shown(frame: Frame) -> Frame:
-    return frame
 
 
 # ---------------------------------------------------------------------------------- rollouts
@@ -450,9 +445,9 @@ def _updates(
                 state[asks], state["anchor"], batch, proposer.frozen, reference("proposer"),
                 solver.frozen,
             )  # fmt: skip
-            holds = (asks, "anchor", "frozen", "frozen of the proposer", "proposer_base")
-            holds += ("base",) if config.proposer.kl_weight and not apart else ()
-            steps.append(Step("proposer_update", update, given, donated, holds))
+            base = ("base",) if config.proposer.kl_weight and not apart else ()
+            known = (asks, "anchor", "frozen", "frozen of the proposer", "proposer_base", *base)
+            steps.append(Step("proposer_update", update, given, donated, known))
     if schedule.iterations and schedule.solver_steps:
         count = config.solver.tasks_per_step * config.solver.group_size
         rows = place.whole(
@@ -512,6 +507,3 @@ def sizes(trees: Mapping[str, Any]) -> dict[str, float]:
 def called(steps: Sequence[Step]) -> dict[str, Step]:
     """Steps by name."""
     return {step.name: step for step in steps}
-
-
-__all__ = ["Corpus", "Described", "NEEDS_DIFFICULTY", "Step", "Steps", "describe", "sizes"]
