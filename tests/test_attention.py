@@ -120,7 +120,7 @@ def test_the_self_test_finds_a_wrong_kernel(monkeypatch, kind, told):
 
 def test_a_kernel_that_fails_its_test_is_passed_over(monkeypatch):
     monkeypatch.setattr(backends, "attention", wrong_kernel("nan"))
-    monkeypatch.setattr(backends, "_KERNELS", {"cpu": "splash"})
+    monkeypatch.setattr(backends, "KERNELS", {"cpu": "splash"})
     config, message = choose_attention(CONFIG)
     assert config.attention == "xla" and "splash was passed over: it differs" in message
     with pytest.raises(UserError, match="splash attention back end cannot be used here"):
