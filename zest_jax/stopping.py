@@ -56,6 +56,7 @@ class Stopper:
         self._before: dict[signal.Signals, Any] = {}
         self._watcher: threading.Thread | None = None
         self._quitting = threading.Timer(GRACE, _quit)
+        self._unraisable = sys.unraisablehook
 
     def due(self) -> bool:
         """Whether the run is to stop now; every process gets the same answer.
@@ -115,6 +116,7 @@ class Stopper:
         for each in SIGNALS:
             if signal.getsignal(each) is not signal.SIG_IGN:  # by nohup, say
                 self._before[each] = signal.signal(each, self._handle)
+        self._unraisable, sys.unraisablehook = sys.unraisablehook, self._unheard
         # All that there is is saved until the first step has ended; starting may take minutes.
         self._at_once = True
         self._watcher = threading.Thread(target=self._watch, daemon=True)
@@ -128,6 +130,7 @@ class Stopper:
             # None: not Python's, as jax.distributed's, which would go unheard from here on.
             signal.signal(each, signal.SIG_DFL if before is None else before)
         self._before.clear()
+        sys.unraisablehook = self._unraisable
         signal.set_wakeup_fd(self._wakeup)
         os.write(self._write, b"\0")
         self._watcher.join()
@@ -135,6 +138,12 @@ class Stopper:
         self._quitting.cancel()  # all is closed
         os.close(self._read)
         os.close(self._write)
+
+    def _unheard(self, unraisable: Any) -> None:
+        """What a handler raised inside a finaliser or a callback of the garbage collector, which
+        drops it: the end of the step, or the watcher, stops the run all the same."""
+        if not isinstance(unraisable.exc_value, KeyboardInterrupt | Stopped):
+            self._unraisable(unraisable)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """In the main thread, between two of its instructions."""

@@ -11,11 +11,11 @@ Prints a table, writes faults.json into the folder, and exits with 1 if anything
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import importlib.metadata
 import json
 import os
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -48,7 +48,7 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=210, help="how many")
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn")
     parser.add_argument("--kinds", default=",".join(SHARES), help="some of: " + ", ".join(SHARES))
-    parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
+    parser.add_argument("--jobs", type=int, default=3, help="runs at a time")
     parser.add_argument("--minutes", type=float, default=60, help="no fault is begun later")
     parser.add_argument("--folder", type=Path, default=Path("runs/faults"), help="where to write")
     parser.add_argument("--keep", action="store_true", help="keep the workdirs of right runs, too")
@@ -81,24 +81,22 @@ def main() -> int:
         ("several", several.KINDS, several.tell, several.make_unhurt),
     )
     wanted = [group for group in groups if campaign.wants(group[1])]
-    for make in dict.fromkeys(group[3] for group in wanted):
-        print(f"{make.__module__}.{make.__name__}: {make(campaign):.0f} s", flush=True)
-    alone = [group for group in wanted if group[0] == "several"]
-    beside = [group for group in wanted if group[0] != "several"]
+    makes = list(dict.fromkeys(group[3] for group in wanted))
 
-    def work(groups) -> None:
-        for name, of, tell, _ in groups:
+    def make_one(make) -> None:
+        print(f"{make.__module__}.{make.__name__}: {make(campaign):.0f} s", flush=True)
+
+    with concurrent.futures.ThreadPoolExecutor(flags.jobs) as pool:
+        list(pool.map(make_one, makes))
+
+    def work(number: int) -> None:
+        # Each begins with another group, and then helps with the others.
+        at = (number * len(wanted)) // flags.jobs
+        for name, of, tell, _ in wanted[at:] + wanted[:at]:
             campaign.work(name, of, tell)
 
-    threads = []
-    for number in range(flags.jobs):
-        # Each begins with another group, and then helps with the others.
-        turned = beside[number % len(beside) :] + beside[: number % len(beside)] if beside else []
-        threads.append(threading.Thread(target=work, args=(turned,)))
-        threads[-1].start()
-    for thread in threads:
-        thread.join()
-    work(alone)
+    with concurrent.futures.ThreadPoolExecutor(flags.jobs) as pool:
+        list(pool.map(work, range(flags.jobs)))
 
     seconds = time.monotonic() - begun
     shown, rows = table(campaign.faults)

@@ -116,8 +116,9 @@ def ruin(folder: Path) -> None:
 
 
 def listing(folder: Path) -> list[tuple[str, int]]:
-    """Names and sizes of all that is in it."""
+    """Names and sizes of all that is in it, but for what a kill left half-written."""
     return sorted(
         (str(p.relative_to(folder)), p.stat().st_size if p.is_file() else -1)
         for p in folder.rglob("*")
+        if ".orbax-checkpoint-tmp" not in str(p.relative_to(folder))
     )

@@ -396,8 +396,7 @@ def tell_tasks(campaign: Campaign, name: str, rng: random.Random) -> list[Fault]
 
 def _make(campaign: Campaign, of: str) -> float:
     begun = time.monotonic()
-    questions(campaign, None)
-    questions(campaign, GOLD)
+    questions(campaign, GOLD if of == "teacher" else None)
     story = Story(campaign, "unhurt", random.Random(0), of)
     with story.start() as run:
         if run.end(600):

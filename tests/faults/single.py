@@ -14,9 +14,10 @@ from .judging import Standing
 from .processes import SMALL_DISK, HungError, Started, count_lines, file_limit, started
 
 LIVE = ("kill", "kill_while_saving", "sigterm", "ctrl_c", "ctrl_c_twice", "disk_full")
-HURT = ("checkpoint_truncated", "checkpoint_corrupt", "checkpoint_file_gone", "half_written")
+HURT = ("checkpoint_truncated", "checkpoint_corrupt", "checkpoint_file_gone")
+LITTER = ("half_written",)
 STOPS = ("all_checkpoints_damaged", "own_task_line", "metrics_cut")
-KINDS = (*LIVE, *HURT, *STOPS)
+KINDS = (*LIVE, *HURT, *LITTER, *STOPS)
 HURTS = {
     "checkpoint_truncated": damage.truncate,
     "checkpoint_corrupt": damage.corrupt,
@@ -69,8 +70,8 @@ class Story:
             before = self.standing()
             if self.stop_by_damage(before):
                 continue
-            hurt = self.hurt_something(before)
-            if self.go_on(before, hurt):
+            hurt = [self.hurt_something(before), self.litter(before)]
+            if self.go_on(before, [fault for fault in hurt if fault]):
                 break
             if self.starts > 60:
                 raise HungError("sixty starts did not bring the run to its end")
@@ -86,26 +87,31 @@ class Story:
         return [n for n in sorted(before.checkpoints) if n not in self.hurt]
 
     def hurt_something(self, before: Standing) -> Fault | None:
-        """Damages something that the run gets over."""
+        """Damages the newest checkpoint, where another one is good."""
         good = self.good(before)
-        if len(good) < 2 or before.newest != good[-1] or self.rng.random() < 0.25:
+        if len(good) < 2 or before.newest != good[-1] or self.rng.random() < 0.15:
             return None
         kind = self.campaign.take(HURT)
         if kind is None:
             return None
-        fault = self.fault(kind)
-        if kind == "half_written":
-            fault.detail += damage.litter(self.workdir, good[-1], self.rng)
-        else:
-            folder = self.workdir / "checkpoints" / str(good[-1])
-            fault.detail += HURTS[kind](folder, self.rng)
-            self.hurt.add(good[-1])
+        folder = self.workdir / "checkpoints" / str(good[-1])
+        fault = self.fault(kind, HURTS[kind](folder, self.rng))
+        self.hurt.add(good[-1])
         return fault
+
+    def litter(self, before: Standing) -> Fault | None:
+        """Leaves half-written files about."""
+        if before.newest is None or self.rng.random() < 0.5:
+            return None
+        kind = self.campaign.take(LITTER)
+        if kind is None:
+            return None
+        return self.fault(kind, damage.litter(self.workdir, before.newest, self.rng))
 
     def stop_by_damage(self, before: Standing) -> bool:
         """Damages something that must end the run with a message, and mends it; whether it did."""
         good = self.good(before)
-        if not good or before.newest != good[-1] or self.rng.random() < 0.5:
+        if not good or before.newest != good[-1] or self.rng.random() < 0.6:
             return False
         host = before.checkpoints[good[-1]]
         kinds = ["all_checkpoints_damaged"]
@@ -144,9 +150,12 @@ class Story:
         kept.rename(self.workdir)
         return True
 
-    def go_on(self, before: Standing, hurt: Fault | None) -> bool:
+    def go_on(self, before: Standing, hurt: list[Fault]) -> bool:
         """One start with a fault; whether the run came to its end."""
-        kind = self.campaign.take(LIVE)
+        kind, planned = self.campaign.take(LIVE), True
+        if kind is None and self.starts < 15 and self.campaign.wants((*HURT, *LITTER, *STOPS)):
+            # One more than planned: the others need runs that have not ended.
+            kind, planned = "kill", False
         fault = Fault(kind or "none", self.name, f"start {self.starts + 1}: ")
         try:
             if kind == "disk_full":
@@ -168,16 +177,16 @@ class Story:
         if judging.RESUMED.search(said):
             # Where nothing was said of it the damage did not matter; numbers will tell.
             self.hurt.clear()
-        blamed = hurt or (self.faults[-1] if self.faults else fault)
+        blamed = (hurt or self.faults[-1:] or [fault])[0]
         blamed.problems += problems
         if done:
-            self.campaign.give_back(kind)
+            self.campaign.give_back(kind if planned else None)
             if code or "Traceback" in said:
                 blamed.problems.append(f"exit code {code}: {said[-600:]}")
             if fault.problems:
                 self.faults.append(fault)
         elif fault.detail.endswith(" "):  # it was over before the moment came
-            self.campaign.give_back(kind)
+            self.campaign.give_back(kind if planned else None)
             wrong = [f"ended by itself with {code}: {said[-600:]}"]
             (self.faults[-1] if self.faults else fault).problems += wrong
             if not self.faults:
@@ -236,7 +245,7 @@ class Story:
         by_signal = not fault.kind.startswith("kill")
         if by_signal and not run.reaches(lambda: ", config " in run.said()):
             return False  # its handlers stand from here on
-        how = rng.choices(("start", "step", "file"), (0.2, 0.55, 0.25))[0]
+        how = rng.choices(("start", "step", "file"), (0.3, 0.55, 0.15))[0]
         if fault.kind == "kill_while_saving":
             half = set((work / "checkpoints").glob("*.orbax-checkpoint-tmp*"))
             skip = rng.randrange(2)
@@ -275,7 +284,7 @@ class Story:
                 return False
             fault.detail += "answers or questions are written"
             return True
-        more = rng.randrange(1, 3)
+        more = rng.choice((1, 1, 2))
         first = count_lines(work / "metrics.jsonl")
         if not run.reaches(lambda: count_lines(work / "metrics.jsonl") >= first + more):
             return False
