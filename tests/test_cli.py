@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from absl import flags
 
-from zest_jax import cli
+from zest_jax import cli, errors
 from zest_jax.errors import UserError
 
 CONFIG = """
@@ -120,6 +120,11 @@ def _wrapped(inner: BaseException) -> Exception:
             4,
             "the disk is full",
         ),
+        (
+            JaxRuntimeError("UNKNOWN: Gloo all-reduce failed: Connection reset by peer\nmore"),
+            5,
+            "another process of this run is gone (UNKNOWN: Gloo all-reduce failed: Connection",
+        ),
     ],
 )
 def test_what_the_machine_says_is_told_in_a_sentence(argv, error, code, words, capsys):
@@ -147,6 +152,13 @@ def test_our_errors_stay_loud(argv, error, capsys):
     assert cli.program(main)(argv) == cli.EXIT_BUG
     err = capsys.readouterr().err
     assert "Traceback" in err and str(error) in err
+
+
+def test_where_the_coordination_service_gives_up_a_sentence_is_told():
+    code = "from zest_jax.parallel import lost; lost.speak_at_abort(); import os; os.abort()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == errors.EXIT_LOST
+    assert "another process of this run is gone" in done.stderr and "is saved" in done.stderr
 
 
 def test_a_real_device_out_of_memory(argv, capsys):

@@ -212,6 +212,7 @@ def test_a_name_that_exists_is_used_if_it_is_of_that_type(cloud):
         ("exit 1", 1, 1),
         ("exit 3", 3, 1),
         ("kill -ABRT $$", 134, 4),
+        ("exit 5", 5, 4),
     ],
 )
 def test_what_ends_a_run_for_good(cloud, program, code, attempts):

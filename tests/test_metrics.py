@@ -9,6 +9,7 @@ import pytest
 
 from zest_jax import metrics as metrics_lib
 from zest_jax import progress as progress_lib
+from zest_jax.errors import UserError
 from zest_jax.metrics import MetricsWriter, NonFiniteError, Stopwatch
 from zest_jax.progress import Progress
 from zest_jax.workdir import Workdir
@@ -86,6 +87,17 @@ def test_resume_drops_what_came_after_the_checkpoint_at_its_step(workdir):
             assert writer.count == 2
     lines = workdir.metrics_jsonl.read_text().splitlines()
     assert [json.loads(line)["phase"] for line in lines] == ["solver", "eval"]
+
+
+def test_records_from_before_the_checkpoint_are_missed(workdir):
+    with MetricsWriter(workdir) as writer:
+        for step in (1, 2, 3):
+            writer.write(step, "solver", {"solver/reward": 1})
+    whole = workdir.metrics_jsonl.read_bytes()
+    workdir.metrics_jsonl.write_bytes(whole[:-9])
+    with pytest.raises(UserError, match="holds 2 of the 3 records"):
+        MetricsWriter(workdir, resume_step=3, resume_count=3)
+    assert workdir.metrics_jsonl.read_bytes() == whole[:-9]
 
 
 def test_tensorboard_is_told_to_purge(workdir):

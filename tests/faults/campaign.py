@@ -149,15 +149,12 @@ class Campaign:
 
 
 def plan(total: int, kinds: Sequence[str]) -> dict[str, int]:
-    """How many faults of each kind, by their shares; at least one of each, `total` in all."""
+    """How many faults of each kind, by their shares: `total`, or one of each if that is more."""
     shares = {kind: SHARES[kind] for kind in kinds}
     whole = sum(shares.values())
-    todo = {kind: max(1, total * share // whole) for kind, share in shares.items()}
-    for kind in sorted(shares, key=lambda kind: -shares[kind]):
-        if sum(todo.values()) < total:
-            todo[kind] += 1
-    most = max(todo, key=lambda kind: todo[kind])
-    todo[most] += max(0, total - sum(todo.values()))
+    todo = dict.fromkeys(shares, 1)
+    while sum(todo.values()) < total:  # to the kind that is furthest behind
+        todo[max(todo, key=lambda kind: shares[kind] * total / whole - todo[kind])] += 1
     return todo
 
 
