@@ -125,6 +125,11 @@ def _wrapped(inner: BaseException) -> Exception:
             5,
             "another process of this run is gone (UNKNOWN: Gloo all-reduce failed: Connection",
         ),
+        (
+            ValueError("UNKNOWN: Gloo AllGather failed: [pair.cc:547] Connection closed by peer"),
+            5,
+            "another process of this run is gone (UNKNOWN: Gloo AllGather failed",
+        ),
     ],
 )
 def test_what_the_machine_says_is_told_in_a_sentence(argv, error, code, words, capsys):
@@ -155,7 +160,7 @@ def test_our_errors_stay_loud(argv, error, capsys):
 
 
 def test_where_the_coordination_service_gives_up_a_sentence_is_told():
-    code = "from zest_jax.parallel import lost; lost.speak_at_abort(); import os; os.abort()"
+    code = "from zest_jax import lost; lost.speak_at_abort(); import os; os.abort()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == errors.EXIT_LOST
     assert "another process of this run is gone" in done.stderr and "is saved" in done.stderr

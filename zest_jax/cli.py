@@ -29,6 +29,7 @@ from pathlib import Path
 from absl import flags
 
 from zest_jax import config as config_lib
+from zest_jax import lost
 from zest_jax.errors import EXIT_LOST, Stopped, UserError
 
 EXIT_OK = 0
@@ -180,12 +181,9 @@ def explain(error: BaseException, memory_hint: str = MEMORY_HINT) -> tuple[int, 
         if _is_out_of_memory(cause):
             kind = "this machine" if isinstance(cause, MemoryError) else "the device"
             return EXIT_MEMORY, f"{kind} has no memory left: {memory_hint}."
-    if "jax" in sys.modules:
-        from zest_jax.parallel import lost
-
-        told = next((str(cause).strip() for cause in chain if lost.tells(cause)), "")
-        if told:
-            return EXIT_LOST, lost.sentence(told.splitlines()[0][:200])
+    told = next((str(cause).strip() for cause in chain if lost.tells(cause)), "")
+    if told:
+        return EXIT_LOST, lost.sentence(told.splitlines()[0][:200])
     return EXIT_BUG, ""
 
 

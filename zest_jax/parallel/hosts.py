@@ -16,8 +16,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from zest_jax import lost
 from zest_jax.errors import UserError
-from zest_jax.parallel import lost
 
 T = TypeVar("T")
 S = TypeVar("S")

@@ -20,19 +20,23 @@ SENTENCE = (
     "another process of this run is gone ({}); everything up to the last checkpoint is saved: "
     "start all processes again with the same command to resume."
 )
-_WORDS = (
-    *("Gloo", "gloo", "NCCL", "Connection reset by peer", "Connection closed by peer"),
-    *("coordination service", "CoordinationService", "heartbeat", "Barrier timed out"),
-    *("Socket closed", "already in error"),
+# What only several processes' exchange is called; and what its errors of JAX's types say besides.
+_EXCHANGE = ("Gloo", "gloo::", "NCCL", "coordination service", "CoordinationService")
+_GONE = (
+    *("Connection reset by peer", "Connection closed by peer", "Socket closed", "heartbeat"),
+    *("Barrier timed out", "already in error"),
 )
 _keep: list[object] = []  # the handler, which C alone refers to
 
 
 def tells(error: BaseException) -> bool:
-    """Whether an error of JAX's says that another process does not answer."""
+    """Whether an error says that another process does not answer. Arrays that wait for one raise
+    ValueErrors, too."""
+    if any(word in str(error) for word in _EXCHANGE):
+        return True
     names = {cls.__name__ for cls in type(error).__mro__}
-    ours = names & {"XlaRuntimeError", "JaxRuntimeError", "BarrierTimeoutError"}
-    return bool(ours) and any(word in str(error) for word in _WORDS)
+    of_jax = bool(names & {"XlaRuntimeError", "JaxRuntimeError", "BarrierTimeoutError"})
+    return of_jax and any(word in str(error) for word in _GONE)
 
 
 def sentence(what: str) -> str:
