@@ -183,7 +183,7 @@ def explain(error: BaseException, memory_hint: str = MEMORY_HINT) -> tuple[int, 
             return EXIT_MEMORY, f"{kind} has no memory left: {memory_hint}."
     told = next((str(cause).strip() for cause in chain if lost.tells(cause)), "")
     if told:
-        return EXIT_LOST, lost.sentence(told.splitlines()[0][:200])
+        return EXIT_LOST, lost.sentence(f" ({told.splitlines()[0][:200]})")
     return EXIT_BUG, ""
 
 

@@ -17,7 +17,7 @@ from zest_jax.errors import EXIT_LOST
 # a whole slice. Heartbeats come from a thread that needs no Python, also during compilation.
 HEARTBEAT = 25
 SENTENCE = (
-    "another process of this run is gone ({}); everything up to the last checkpoint is saved: "
+    "another process of this run is gone{}; everything up to the last checkpoint is saved: "
     "start all processes again with the same command to resume."
 )
 # What only several processes' exchange is called; and what its errors of JAX's types say besides.
@@ -40,7 +40,7 @@ def tells(error: BaseException) -> bool:
 
 
 def sentence(what: str) -> str:
-    """What a user is told."""
+    """What a user is told; `what` goes on after "gone"."""
     return SENTENCE.format(what)
 
 
@@ -55,7 +55,8 @@ def speak_at_abort() -> None:
     kind = ctypes.CFUNCTYPE(None, ctypes.c_int)
 
     def handle(number: int) -> None:
-        said = sentence("the lines above say which, where it is known")
+        # A failed check of JAX's own ends in the same place.
+        said = sentence(", or JAX failed in this one (the lines above tell)")
         os.write(2, f"\nzest_jax: {said}\n".encode())
         os._exit(EXIT_LOST)
 
