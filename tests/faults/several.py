@@ -100,6 +100,9 @@ class Story:
                 return False
             when = f"after {more} more records"
         else:
+            # Before all have joined the others wait for it, five minutes, as for a late one.
+            if not runs[0].reaches(lambda: ", config " in runs[0].said()):
+                return False
             when = "while starting"
         wait = rng.uniform(0, 3 if when == "while starting" else 1.0)
         if not runs[0].lives_for(wait):
