@@ -6,8 +6,9 @@
 The state is a run's: solver (float32 parameters and both moments) and anchor; with `--proposer` a
 proposer of its own as well. `update_s` is the update alone. A run's step has its rollouts too:
 `--rollouts` episodes of `--new` tokens after prompts of `--prompt` are written before every update
-by the trainer's engine (without a search), and the share is that of both together. The limits that are stated are what the bytes
-would take over the link to the device and to the folder at rates measured here.
+by the trainer's engine (without a search), and the share is that of both together. The limits that
+are stated are what the bytes would take over the link to the device and to the folder at rates
+measured here.
 """
 
 import functools
