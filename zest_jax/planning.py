@@ -273,13 +273,15 @@ def _devices(where: Slice) -> Sequence[Any]:
     """
     if where.platform != "tpu":
         return jax.devices()[: where.count]
+    # A host has four chips, which must not be more than there are.
+    options: dict[str, Any] = {"chips_per_host_bounds": (1, 1, 1)} if where.count == 1 else {}
     try:
-        return topologies.get_topology_desc(where.topology, "tpu").devices
+        return topologies.get_topology_desc(where.topology, "tpu", **options).devices
     except Exception as error:  # of many types: no libtpu, or it does not know the topology
         first = (str(error).strip() or repr(error)).splitlines()[0]
         raise UserError(
-            f"the TPU compiler cannot be had for {where.topology} ({first[:160]}); it comes with "
-            "the package's extra: pip install 'zest-jax[tpu]'."
+            f"the TPU compiler cannot be had for {where.topology} ({first[:160]}). If it is not "
+            "installed: it comes with the package's extra tpu."
         ) from error
 
 
