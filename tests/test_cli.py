@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from absl import flags
 
-from zest_jax import cli, errors
+from zest_jax import cli, errors, lost
 from zest_jax.errors import UserError
 
 CONFIG = """
@@ -120,16 +120,6 @@ def _wrapped(inner: BaseException) -> Exception:
             4,
             "the disk is full",
         ),
-        (
-            JaxRuntimeError("UNKNOWN: Gloo all-reduce failed: Connection reset by peer\nmore"),
-            5,
-            "another process of this run is gone (UNKNOWN: Gloo all-reduce failed: Connection",
-        ),
-        (
-            ValueError("UNKNOWN: Gloo AllGather failed: [pair.cc:547] Connection closed by peer"),
-            5,
-            "another process of this run is gone (UNKNOWN: Gloo AllGather failed",
-        ),
     ],
 )
 def test_what_the_machine_says_is_told_in_a_sentence(argv, error, code, words, capsys):
@@ -157,6 +147,28 @@ def test_our_errors_stay_loud(argv, error, capsys):
     assert cli.program(main)(argv) == cli.EXIT_BUG
     err = capsys.readouterr().err
     assert "Traceback" in err and str(error) in err
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        JaxRuntimeError("UNKNOWN: Gloo all-reduce failed: Connection reset by peer\nmore"),
+        ValueError("UNKNOWN: Gloo AllGather failed: [pair.cc:547] Connection closed by peer"),
+        _wrapped(JaxRuntimeError("UNAVAILABLE: Socket closed")),
+    ],
+)
+def test_another_process_is_gone(argv, error, capsys, monkeypatch):
+    def main(config, workdir):
+        raise error
+
+    # One process has no others, whatever a library says.
+    assert cli.program(main)(argv) == cli.EXIT_BUG
+    capsys.readouterr()
+    monkeypatch.setattr(lost, "one_of_several", lambda: True)
+    assert cli.program(main)(argv) == errors.EXIT_LOST
+    err = capsys.readouterr().err
+    assert err.startswith("zest_jax: another process of this run is gone (UN")
+    assert err.count("\n") == 1 and "start all processes again" in err
 
 
 def test_where_the_coordination_service_gives_up_a_sentence_is_told():

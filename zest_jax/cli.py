@@ -182,7 +182,7 @@ def explain(error: BaseException, memory_hint: str = MEMORY_HINT) -> tuple[int, 
             kind = "this machine" if isinstance(cause, MemoryError) else "the device"
             return EXIT_MEMORY, f"{kind} has no memory left: {memory_hint}."
     told = next((str(cause).strip() for cause in chain if lost.tells(cause)), "")
-    if told:
+    if told and lost.one_of_several():
         return EXIT_LOST, lost.sentence(f" ({told.splitlines()[0][:200]})")
     return EXIT_BUG, ""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import sys
 
 from zest_jax.errors import EXIT_LOST
 
@@ -29,9 +30,15 @@ _GONE = (
 _keep: list[object] = []  # the handler, which C alone refers to
 
 
+def one_of_several() -> bool:
+    """Whether this process has joined others; JAX is not imported for the question."""
+    jax = sys.modules.get("jax")
+    return jax is not None and jax.distributed.is_initialized()
+
+
 def tells(error: BaseException) -> bool:
-    """Whether an error says that another process does not answer. Arrays that wait for one raise
-    ValueErrors, too."""
+    """Whether an error in one of several processes says that another does not answer. Arrays that
+    wait for one raise ValueErrors, too."""
     if any(word in str(error) for word in _EXCHANGE):
         return True
     names = {cls.__name__ for cls in type(error).__mro__}
