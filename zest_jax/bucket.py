@@ -68,8 +68,8 @@ class Mirror:
                 del self._copied[name]
         except Exception as error:
             raise UserError(
-                f"{self.address} cannot be written ({error}); check that you may write there. The "
-                f"run's files are in {self.local} as well."
+                f"{self.address} cannot be written ({error}); check that you may write there, and "
+                "start the run again: it goes on from the last checkpoint there."
             ) from error
 
 

@@ -130,7 +130,7 @@ def program(
             _hush_libtpu()
             main(config, values.workdir, *((values,) if define else ()))
             return EXIT_OK
-        except (Exception, KeyboardInterrupt) as error:
+        except (Exception, KeyboardInterrupt, Stopped) as error:
             code, sentence = explain(error, memory_hint)
             if code == EXIT_BUG:
                 traceback.print_exc()

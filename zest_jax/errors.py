@@ -11,8 +11,11 @@ class UserError(Exception):
     """
 
 
-class Stopped(Exception):
+class Stopped(BaseException):
     """The run was asked to stop, and everything that it has done is saved.
+
+    No `Exception`: it may be raised anywhere, as KeyboardInterrupt may, and whoever catches what a
+    library raises must not take it for that.
 
     Args:
       sentence: for the user.

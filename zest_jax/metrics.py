@@ -25,6 +25,7 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from zest_jax import workdir as workdir_lib
 from zest_jax.errors import UserError
+from zest_jax.parallel import hosts
 
 GUARDED = ("loss", "grad_norm", "kl")
 
@@ -59,7 +60,7 @@ class MetricsWriter:
         old = list(workdir_lib.read_jsonl(self._path))
         kept = [record for record in old[:resume_count] if record["step"] <= last]
         # Processes that write a folder of their own, which is thrown away, have no older records.
-        if len(kept) < (resume_count or 0) and workdir.shared == workdir.path:
+        if len(kept) < (resume_count or 0) and hosts.is_first():
             raise UserError(
                 f"{self._path} holds {len(kept)} of the {resume_count} records that were written "
                 "before the checkpoint: bring a copy of it back, or begin in another workdir."

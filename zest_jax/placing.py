@@ -39,7 +39,9 @@ def place(config: Any) -> tuple[Placement, str]:
     if len(devices) == 1:
         _check_sizes(config, 1)
         return Placement(), kind
-    mesh, why = choose_mesh(config, devices, memory_plan.device_limit())
+    # All must choose alike, and hosts may differ a little in what they leave to JAX.
+    limits = [limit for limit in hosts.gathered(memory_plan.device_limit()) if limit is not None]
+    mesh, why = choose_mesh(config, devices, min(limits, default=None))
     shape = " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
     processes = jax.process_count()
     of = f" of {processes} processes" if processes > 1 else ""

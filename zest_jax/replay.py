@@ -128,7 +128,7 @@ def load(workdir: str) -> Case:
             f"{workdir} was made by another version of zest_jax ({error}); use that one."
         ) from None
     folder = Path(workdir) / not_finite.FOLDER / "state"
-    with Checkpoints(folder, keep=1) as checkpoints:
+    with Checkpoints(folder, keep=None) as checkpoints:
         _, state, host = checkpoints.restore(assembly.initial_state(config, parts))
     assembly.check_base(host, parts)
     return Case(config, what, tried, parts, state)

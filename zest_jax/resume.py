@@ -8,6 +8,8 @@ from typing import Any
 from zest_jax import workdir as workdir_lib
 from zest_jax.assembly import Parts, Phase, base_of, check_base
 from zest_jax.checkpoint import Checkpoints
+from zest_jax.errors import UserError
+from zest_jax.parallel import hosts
 from zest_jax.workdir import Workdir
 
 EVOLVING = ("solver", "online")  # kinds of the phases that end an iteration
@@ -44,6 +46,12 @@ def begin(
     host: dict[str, Any] = {"saves": 0, "phase": 0, "phase_step": 0, "step": 0, "records": 0}
     host |= {"retraces": 0, "seconds": {}, "pool": [], "evaluated": "", "base": base_of(parts)}
     host["generated"] = -1
+    newest = hosts.gathered(checkpoints.latest)
+    if len(set(newest)) > 1:
+        raise UserError(
+            f"processes see other checkpoints (the newest of each: {newest}): the workdir must be "
+            "one folder for all of them, on a shared file system or in a bucket."
+        )
     if checkpoints.latest is None:
         return state, host, False
     _, state, host = checkpoints.restore(state)

@@ -100,7 +100,7 @@ class Solving:
 
         groups = hosts.share(range(len(tasks)), scored)
         rewards = [reward for _, _, reward in groups]
-        hosts.agree("rewards", rewards)
+        hosts.agree("episodes", np.asarray(episodes.ids_NL).tobytes())
         return Attempts(
             tasks,
             episodes,
@@ -155,13 +155,22 @@ class Solving:
         whoever only wants to know how many are right."""
         if self.fallback is None or not attempts.tasks:
             return attempts
-        paid = self.fallback(
-            attempts.tasks,
-            attempts.episodes,
-            attempts.answers,
-            words_of(attempts.episodes, self.sampler),
-            attempts.reward_N,
-        )
+        fallback = self.fallback
+
+        def pay() -> Any:
+            return fallback(
+                attempts.tasks,
+                attempts.episodes,
+                attempts.answers,
+                words_of(attempts.episodes, self.sampler),
+                attempts.reward_N,
+            )
+
+        # A server need not answer twice alike, and costs: one process asks it. A teacher on the
+        # devices needs all of them.
+        on_device = self.config.teacher.kind in ("reader", "local")
+        paid = pay() if on_device else hosts.told(pay)
+        hosts.agree("rewards after the teacher", paid.reward_N.tobytes())
         return dataclasses.replace(
             attempts,
             reward_N=paid.reward_N,

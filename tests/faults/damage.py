@@ -91,7 +91,7 @@ BAD_LINES = (
         ("line {}", "'question'"),
     ),
     ("no UTF-8", b'{"id": "zz", "question": "\xff\xfe", "golden_answers": ["a"]}\n', ("UTF-8",)),
-    ("a list", b"[1, 2]\n", ("line {}", "an object")),
+    ("a list", b"[1, 2]\n", ("line {}", "a JSON object")),
     ("no golden answer at all", b'{"id": "zz", "question": "?", "golden_answers": 4}\n', ("line",)),
 )
 

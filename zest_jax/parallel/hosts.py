@@ -187,6 +187,10 @@ def _tried(make: Callable[[], Any]) -> tuple[bool, Any]:
     try:
         return True, make()
     except Exception as error:
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:  # some kinds cannot be sent
+            return False, RuntimeError(f"{type(error).__name__}: {error}")
         return False, error
 
 

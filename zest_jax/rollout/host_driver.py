@@ -98,6 +98,10 @@ class SearchFailed(UserError):
         )
         self.reason = reason
 
+    def __reduce__(self) -> Any:
+        # As its sentence: another process is told no more.
+        return UserError, (str(self),)
+
 
 class Observations:
     """Turns what was found into the ids that a policy is shown.
@@ -434,11 +438,18 @@ class HostSampler(Sampler):
     ):
         if spec.searches and protocol.tag(SEARCH) and retriever is None:
             raise ValueError(f"protocol {protocol.name} searches, and there is no retriever")
+        if placement.mesh is not None:  # of each device, which drives a share alone
+            slots = -(-spec.slots // placement.mesh.size)
+            spec = dataclasses.replace(spec, slots=slots)
+            capacity = -(-capacity // placement.mesh.size)
         super().__init__(name, config, spec, protocol, tokenizer, None, capacity, traces, eos_ids)
         engine = Engine.build(config, spec, protocol, tokenizer, eos_ids)
         self.driver = HostDriver(name, engine, tokenizer, retriever, top_k, traces, watch, every)
         self._rollout = self.driver.rollout
         self._spread = placement
+        if placement.mesh is not None:
+            whole = NamedSharding(placement.mesh, P())
+            self._whole = jax.jit(lambda x: x, out_shardings=whole)
 
     def _may_search(self, retriever: Any) -> bool:
         return True  # the host asks
@@ -469,8 +480,7 @@ class HostSampler(Sampler):
             return super()._call(params, prompts, streams, key, at, temperature)
         if streams is None:
             key, streams = jax.random.fold_in(key, at), range(len(prompts))
-        whole = jax.jit(lambda x: x, out_shardings=NamedSharding(self._spread.mesh, P()))
-        params, key = whole((params, key))
+        params, key = self._whole((params, key))
         here = jax.local_devices()
         dealt = np.array_split(np.arange(len(prompts)), jax.process_count() * len(here))
         first = jax.process_index() * len(here)
