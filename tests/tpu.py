@@ -176,7 +176,8 @@ def compile_step(chip: str, model: str, remat: str, tensor: int) -> dict:
 def compile_rollout(chip: str, full: bool) -> dict:
     """A whole search rollout beside an index of Wikipedia's 21,015,324 passages, split over all.
 
-    Slots and passages are split over the devices, the policy's weights are on each.
+    Slots and passages are split over the devices, the policy's weights are on each: as `train` runs
+    it on a mesh.
     """
     import jax
     import jax.numpy as jnp
@@ -184,6 +185,7 @@ def compile_rollout(chip: str, full: bool) -> dict:
     from jax.sharding import PartitionSpec as P
 
     from zest_jax.models import param_shapes
+    from zest_jax.parallel.sharding import BATCH
     from zest_jax.retrieval import Retriever
     from zest_jax.retrieval.encoders import BagEncoder
     from zest_jax.retrieval.exact import ExactIndex
@@ -192,12 +194,13 @@ def compile_rollout(chip: str, full: bool) -> dict:
     from zest_jax.rollout.engine import Engine
     from zest_jax.rollout.protocols import SEARCH_R1
     from zest_jax.rollout.sampling import Draws
+    from zest_jax.rollout.side_by_side import rollout_on, shards_of, share_engine
     from zest_jax.rollout.state import RolloutSpec
     from zest_jax.rollout.stops import build_stop_table
 
     topology, layers = ROLLOUTS[chip]
     mesh = _mesh(chip, 1, topology)
-    rows, whole = (NamedSharding(mesh, spec) for spec in (P(mesh.axis_names), P()))
+    rows, whole = (NamedSharding(mesh, spec) for spec in (P(BATCH[0]), P()))
     config = dataclasses.replace(policy_config("0.5B"), attention="xla")
     if not full:
         config = dataclasses.replace(config, layers=layers)
@@ -210,7 +213,6 @@ def compile_rollout(chip: str, full: bool) -> dict:
         ExactIndex(
             give((PASSAGES, 768), jnp.bfloat16, rows),
             recall_target=0.99,
-            mesh=mesh,
             vectors=21_015_324,
         ),
         PassageStore(
@@ -230,19 +232,24 @@ def compile_rollout(chip: str, full: bool) -> dict:
         wait_fraction=0.25,
         block_tokens=128,
     )
-    engine = Engine(config, spec, SEARCH_R1, (0,))
+    engine = share_engine(Engine(config, spec, SEARCH_R1, (0,)), mesh)
     tokens = [b"<search>", b"</search>", b"<answer>", b"</answer>"]
     table = build_stop_table(tokens, SEARCH_R1.opening, SEARCH_R1.closing, config.vocab_size)
     arguments = (
         jax.tree.map(lambda x: give(x.shape, jnp.bfloat16), param_shapes(config)),
         jax.tree.map(lambda x: give(x.shape, x.dtype), table),
         retriever,
-        give((512, spec.prompt_length), jnp.int32),
-        give((512,), jnp.int32),
-        Draws(give((), jax.random.key(0).dtype), give((), jnp.float32)),
+        give((512, spec.prompt_length), jnp.int32, rows),
+        give((512,), jnp.int32, rows),
+        Draws(
+            give((), jax.random.key(0).dtype),
+            give((), jnp.float32),
+            give((512,), jnp.uint32, rows),
+        ),
+        give((shards_of(mesh),), jnp.int32, rows),
     )
     with jax.set_mesh(mesh):
-        lowered = jax.jit(engine.rollout).lower(*arguments)
+        lowered = jax.jit(rollout_on(engine, mesh)).lower(*arguments)
     return {"mesh": dict(mesh.shape)} | report(lowered, text=True)
 
 
