@@ -73,3 +73,23 @@ def test_the_same_step_is_saved_once(tmp_path):
         checkpoints.save(1, state_of(1), {"phase": 1})
         checkpoints.save(1, state_of(1), {"phase": 1})
         assert checkpoints.latest == 1
+
+
+def test_what_the_run_changes_after_a_save_is_not_in_it(tmp_path, monkeypatch):
+    """It is written in the background, while the run counts on in its own host state."""
+    host = {"step": 1, "seconds": {"solver": 1.0}}
+    with Checkpoints(tmp_path) as checkpoints:
+        given = []
+        save = checkpoints._manager.save
+
+        def late(number, args, **options):
+            host["step"], host["seconds"]["solver"] = 2, 2.0
+            given.append(args)
+            return save(number, args=args, **options)
+
+        monkeypatch.setattr(checkpoints._manager, "save", late)
+        state = {"x": jnp.zeros(3)}
+        checkpoints.save(1, state, host)
+        checkpoints.wait()
+        _, _, restored = checkpoints.restore(state)
+    assert given and restored == {"step": 1, "seconds": {"solver": 1.0}}

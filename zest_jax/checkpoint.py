@@ -137,7 +137,9 @@ class Checkpoints:
         if number == self.latest:
             return
         self.wait()
-        noted = {"host": host, "score": score, "sums": checksums(state)}
+        # A copy, as JSON has it: the run goes on changing its own while this is being written.
+        text = json.dumps({"host": host, "score": score, "sums": checksums(state)})
+        noted = json.loads(text)
         args = ocp.args.Composite(
             state=ocp.args.StandardSave(state),
             host=ocp.args.JsonSave(noted | {"crc32": _crc(noted)}),
