@@ -177,3 +177,24 @@ def test_the_best_is_kept_however_old(tmp_path):
     with Checkpoints(tmp_path, keep=1, keep_best=False) as checkpoints:
         checkpoints.save(7, state_of(7), {"step": 7})
     assert sorted(p.name for p in tmp_path.iterdir()) == ["7"]
+
+
+@pytest.mark.parametrize("text", ['"x"', '{"item_handlers": 3}'])
+def test_notes_of_orbaxs_own_that_it_cannot_read(tmp_path, text):
+    state, said = {"x": jnp.zeros(3)}, []
+    with Checkpoints(tmp_path, keep=3) as checkpoints:
+        for number in (1, 2):
+            checkpoints.save(number, state, {"step": number})
+    (tmp_path / "2" / "_CHECKPOINT_METADATA").write_text(text)
+    with Checkpoints(tmp_path, keep=3, say=said.append) as checkpoints:
+        assert checkpoints.restore(state)[0] == 1
+        checkpoints.save(2, state, {"step": 2})
+    assert len(said) == 1 and "checkpoint 2 is damaged" in said[0]
+    assert (tmp_path / "damaged-2").is_dir()
+    # The only one is not set aside: a run would begin anew.
+    for number in ("1", "2"):
+        (tmp_path / number / "_CHECKPOINT_METADATA").write_text(text)
+    shutil.rmtree(tmp_path / "2")
+    with pytest.raises(UserError, match="no checkpoint in .* can be restored"):
+        Checkpoints(tmp_path, keep=3, say=said.append)
+    assert (tmp_path / "1").is_dir()

@@ -74,15 +74,14 @@ class Checkpoints:
         if keep_best:
             policies.append(_Best(self._scores))
         self._folder = epath.Path(folder) if "://" in str(folder) else epath.Path(folder).resolve()
-        self._manager = ocp.CheckpointManager(
-            self._folder,
-            options=ocp.CheckpointManagerOptions(
+        self._manager = self._opened(
+            ocp.CheckpointManagerOptions(
                 create=not self._reads_only,
                 # What a kill left half-written; a reader may look on while a run is writing.
                 cleanup_tmp_directories=not self._reads_only,
                 preservation_policy=ocp.checkpoint_managers.AnyPreservationPolicy(policies),
                 enable_async_checkpointing=asynchronous and not self._reads_only,
-            ),
+            )
         )
         for number in self._manager.all_steps() if keep_best else ():
             try:
@@ -91,6 +90,37 @@ class Checkpoints:
                 continue  # said when it is restored
             if score is not None:
                 self._scores[number] = score
+
+    def _opened(self, options: Any) -> Any:
+        """Orbax's manager. It reads notes of its own in every checkpoint first, and gives up where
+        one's are damaged: that checkpoint is then found by leaving out one after the other."""
+        try:
+            return ocp.CheckpointManager(self._folder, options=options)
+        except Exception as error:
+            if self._reads_only or jax.process_count() > 1:
+                raise
+            there = [int(p.name) for p in self._folder.iterdir() if p.name.isdigit()]
+            for number in sorted(there, reverse=True):
+                here, aside = self._folder / str(number), self._folder / f"{ASIDE}{number}"
+                if aside.exists():
+                    continue
+                here.rename(aside)
+                try:
+                    manager = ocp.CheckpointManager(self._folder, options=options)
+                except Exception:
+                    aside.rename(here)
+                    continue
+                said = f"checkpoint {number} is damaged ({_short(error)})"
+                if not manager.all_steps():
+                    manager.close()
+                    aside.rename(here)
+                    raise UserError(
+                        f"no checkpoint in {self._folder} can be restored: {said}; bring a copy of "
+                        "it back, or begin in another workdir."
+                    ) from error
+                self._say(f"{said}; it is left out")
+                return manager
+            raise
 
     @property
     def latest(self) -> int | None:
