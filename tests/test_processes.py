@@ -99,12 +99,12 @@ def test_four_processes_go_on_from_what_two_devices_of_one_began(place, alone):
         place.arguments(workdir, *SHORT, *stop, "--config.mesh.tensor=2"),
         variables={"XLA_FLAGS": virtual_devices.flags(2)},
     )
-    wait_for_step(workdir, begun, 3)
+    wait_for_step(workdir, begun, 5)  # of 6, so that four processes compile the solver's part alone
     begun.kill()
     begun.communicate()
     step = records(workdir)[-1]["step"]
     done = run_together(place, workdir, "--config.mesh.fsdp=4", processes=4)
-    assert "resumed at step" in done[0].stderr and step >= 3
+    assert "resumed at step" in done[0].stderr and step >= 5
     assert_alike(alone, workdir)
 
 
