@@ -27,6 +27,7 @@ from zest_jax.files import writing
 from zest_jax.learning.packing import Packed
 from zest_jax.learning.updates import ProposalBatch
 from zest_jax.metrics import not_finite, told
+from zest_jax.parallel import hosts
 from zest_jax.rewards.terms import Signals
 from zest_jax.workdir import Workdir, write_atomically
 
@@ -91,10 +92,10 @@ def keep_tried(
         f"its batch and the state before it go to {folder}: python -m zest_jax.replay "
         f"--workdir={workdir.path} tells where the numbers go wrong."
     )
-    arrays = {name: _on_host(x) for name, x in _flat(tried.batch).items()}
+    arrays = {name: hosts.fetch(x) for name, x in _flat(tried.batch).items()}
     if tried.advantage_N is not None:
-        arrays["advantage_N"] = _on_host(tried.advantage_N)
-    first = jax.process_index() == 0
+        arrays["advantage_N"] = hosts.fetch(tried.advantage_N)
+    first = hosts.is_first()
     if first and folder.exists():
         shutil.rmtree(folder)
     if first and state_folder.exists():  # not in that folder if in a bucket
@@ -183,10 +184,3 @@ def _proposal_batch(arrays: Mapping[str, np.ndarray]) -> ProposalBatch:
         group_B=arrays["group_B"],
         reward_order_B=arrays["reward_order_B"],
     )
-
-
-def _on_host(x: Any) -> np.ndarray:
-    """The whole array on this host; of several processes each must ask."""
-    if isinstance(x, jax.Array) and not x.is_fully_addressable:
-        return np.asarray(multihost_utils.process_allgather(x, tiled=True))
-    return np.asarray(x)

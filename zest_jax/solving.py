@@ -88,6 +88,7 @@ class Solving:
     ) -> Attempts:
         """`group` rollouts for each question."""
         prompt = self.sampler.protocol.prompt
+        hosts.agree("questions", [task.question for task in tasks])
         ids = self.parts.solver.encode([prompt.format(question=task.question) for task in tasks])
         episodes = self.sampler(params, [i for i in ids for _ in range(group)], key, temperature)
 
@@ -100,7 +101,6 @@ class Solving:
 
         groups = hosts.share(range(len(tasks)), scored)
         rewards = [reward for _, _, reward in groups]
-        hosts.agree("episodes", np.asarray(episodes.ids_NL).tobytes())
         return Attempts(
             tasks,
             episodes,
