@@ -99,6 +99,8 @@ def get_config() -> ConfigDict:
     c.retrieval.text_weight = 0.3  # weight of the text's cosine beside the title's
     c.retrieval.dimension = 0  # size of the random projection of token ids; 0 is exact
     c.retrieval.index = ""  # an index folder, or a retrieval server's address; "" embeds the world
+    c.retrieval.encoder = ""  # folder of an index's encoder, where it has moved
+    c.retrieval.where = "auto"  # an index is searched: device (in the compiled rollout), host
     c.retrieval.query_length = 12  # tokens of a query that are embedded
 
     c.solver = ConfigDict()

@@ -44,6 +44,20 @@ def test_rollouts_by_hand():
     assert lines["weights for decoding (float32)"] == 4 * PARAMETERS
 
 
+def test_rollouts_that_the_host_drives_hold_the_whole_policy_on_every_device():
+    spec = RolloutSpec(slots=7, prompt_length=5, action_length=4, observation_length=6, searches=2)
+    mesh = AbstractMesh((2, 2, 1), AXES)
+    lines = sizes(memory_plan.driven_lines(SMALL, spec, mesh))
+    assert lines["the whole policy, driven by the host (float32)"] == 4 * PARAMETERS
+    assert lines["weights for decoding (float32)"] == 4 * PARAMETERS
+    # Two of seven slots.
+    assert lines["KV cache"] == 2 * 2 * 2 * (29 + 32) * 2 * 2 * 4
+    config = get_config()
+    config.retrieval.index = "http://127.0.0.1:1"
+    plan = memory_plan.plan_run(config, SMALL, mesh=mesh)
+    assert any("driven by the host" in line.name for line in plan.phases["solver rollouts"])
+
+
 def test_full_remat_keeps_a_layers_input_only():
     """And "dots" its products too: q, k, v, gate, up, and what attention and its product give."""
     D, H, J, K, F = 8, 4, 2, 2, 16

@@ -269,7 +269,7 @@ def test_no_room_is_told(tmp_path, tokenizers, monkeypatch):
         def __str__(self):
             return "a small device"
 
-    monkeypatch.setattr(module.jax, "devices", lambda: [Small()])
+    monkeypatch.setattr(module.jax, "local_devices", lambda: [Small()])
     with pytest.raises(UserError, match="a small device has 0.0 GB free.*host memory"):
         tokens.padded()
 

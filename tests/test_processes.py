@@ -1,12 +1,12 @@
 """A run of several processes, and of several devices, is the run of one."""
 
 import json
-import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import virtual_devices
+from processes import free_port
 from tiny_run import Place
 
 from zest_jax.errors import EXIT_LOST
@@ -20,12 +20,6 @@ def place(tmp_path_factory):
     place = Place(tmp_path_factory.mktemp("processes"))
     place.make_world()
     return place
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 def run_together(place: Place, workdir: Path, *more: str, processes: int = 1, devices: int = 1):

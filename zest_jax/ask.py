@@ -236,7 +236,7 @@ def load_run(workdir: str, values: flags.FlagValues) -> Asked:
         protocol = _fill(assembly.protocol(values.protocol), parts.solver.tokenizer, values.chat)
     elif values.chat is not None:
         raise UserError("a run's policy is asked as it was trained; leave --chat out.")
-    retriever = parts.retrieval.host
+    retriever = parts.retrieval.by_text
     if retriever is None:
         own = parts.retrieval.on_device["solver"]
         retriever = WorldRetriever(own, parts.solver.tokenizer, parts.world.passages)

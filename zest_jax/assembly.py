@@ -19,7 +19,12 @@ from zest_jax.models.lora import fingerprint
 from zest_jax.models.policy import Params
 from zest_jax.parallel import Placement
 from zest_jax.players import Player
-from zest_jax.retrieving import Retrieval, build_retrieval, index_world
+from zest_jax.retrieving import (
+    Retrieval,
+    build_index_retrieval,
+    build_retrieval,
+    index_world,
+)
 from zest_jax.rollout.protocols import SEARCH, Protocol, find
 from zest_jax.rollout.sampler import Sampler
 from zest_jax.rollout.state import RolloutSpec
@@ -102,7 +107,11 @@ def build(config: Any, traces: TraceCounter, placement: Placement = ONE_DEVICE) 
         proposer = load_player(config.proposer, config, world, "proposer ", placement)
     players = {"solver": solver, "proposer": proposer, "reader": solver}
     protocols = {r: players[r].speaks(protocol(config[r].protocol)) for r in ("solver", "proposer")}
-    retrieval = retrieval_of(config, world, players, protocols, traces).on(placement)
+    if config.retrieval.index:
+        retrieval = build_index_retrieval(config, players, protocols, placement)
+    else:
+        retrieval = retrieval_of(config, world, players, protocols, traces)
+    retrieval = retrieval.on(placement)
     for stage in STAGES_WRITTEN if config.source.kind == "references" else ():
         players[stage] = proposer
         protocols[stage] = proposer.speaks(protocol(config.source[f"{stage}_protocol"]))
@@ -171,7 +180,7 @@ def retrieval_of(
     protocols: Mapping[str, Protocol],
     traces: TraceCounter,
 ) -> Retrieval:
-    """What answers searches: of both roles, each in its own tokens.
+    """What answers searches without an index: of both roles, each in its own tokens.
 
     Raises:
       UserError: see `build_retrieval`.
@@ -180,7 +189,7 @@ def retrieval_of(
     if proposer is solver:
         return build_retrieval(config, world, solver, protocols, traces)
     shared = build_retrieval(config, world, solver, {"solver": protocols["solver"]}, traces)
-    if shared.host is None and protocols["proposer"].kind(SEARCH) and config.proposer.searches:
+    if protocols["proposer"].kind(SEARCH) and config.proposer.searches:
         # Another tokenizer has other passages and other vectors.
         own = build_retrieval(config, world, proposer, {"proposer": protocols["proposer"]}, traces)
         shared = dataclasses.replace(shared, on_device=shared.on_device | own.on_device)
@@ -534,10 +543,11 @@ def random_key(seed: int, word: str, step: int) -> jax.Array:
 def introduction(config: Any, parts: Parts) -> list[str]:
     """What a run begins with, in sentences."""
     solver, world = parts.solver, parts.world
+    how = f" {parts.retrieval.how}" if parts.retrieval.how else ""
     adapters = f", of which {solver.trained:,} in adapters are trained" if solver.frozen else ""
     out = [
         f"{config.method} on {world.name}: {len(world.passages)} passages, searches answered by "
-        f"{parts.retrieval.name}; policy of {solver.size:,} parameters from {solver.origin}"
+        f"{parts.retrieval.name}{how}; policy of {solver.size:,} parameters from {solver.origin}"
         f"{adapters}"
     ]
     if parts.apart:

@@ -371,15 +371,11 @@ def set_kind(values: flags.FlagValues, folder: Path, progress: Progress) -> None
 def add_tokens(values: flags.FlagValues, folder: Path, progress: Progress) -> None:
     """The passages as token ids of a policy."""
     from zest_jax.assembly import protocol
+    from zest_jax.players import policy_folder
 
-    tokenizer = read_tokenizer(values.tokenizer)
+    tokenizer = read_tokenizer(policy_folder(values.tokenizer))
     shown = protocol(values.protocol)
-    if shown.escape:
-        raise UserError(
-            f"protocol {values.protocol} writes passages into JSON, and stored ids are of plain "
-            "texts; leave --tokenizer away, a run tokenises the passages itself."
-        )
-    template = shown.layout.body
+    template = shown.layout.stored
     passages = index_files.IndexFolder(folder).passages()
     key = tokens_key(tokenizer_card(tokenizer), template, values.passage_tokens)
     with progress.phase("tokenising passages", len(passages)) as bar:
@@ -395,6 +391,7 @@ def add_tokens(values: flags.FlagValues, folder: Path, progress: Progress) -> No
             tokenizer,
             folder / "tokens" / key,
             template=template,
+            write=shown.layout.write,
             longest=values.passage_tokens,
             tell=tell,
         )

@@ -130,7 +130,7 @@ def of_run(
         params, name = parts.solver.whole(parts.solver.params), parts.solver.origin
     questions = of_world(parts.world.heldout_tasks, parts.world.name)
     own, retrieval = parts.solver_sampler, parts.retrieval
-    host, on_device = retrieval.host, retrieval.on_device.get("solver")
+    host, on_device = retrieval.by_text, retrieval.on_device.get("solver")
     searched = None if not own.spec.searches else host or parts.world.passages
     if not (values.index or values.protocol):
         index = retrieval.name if own.spec.searches else ""

@@ -200,6 +200,17 @@ def rollout_lines(
     return tuple(line for line in lines if line.size)
 
 
+def driven_lines(config: PolicyConfig, spec: RolloutSpec, mesh: Mesh) -> tuple[Line, ...]:
+    """As `rollout_lines`, of rollouts that the host drives (`rollout.host_driver`): each device has
+    its share of the slots and all of the policy, as it is kept."""
+    share = dataclasses.replace(spec, slots=-(-spec.slots // mesh.size))
+    dtype = config.dtype if config.lora else "float32"
+    whole = per_device(_as_type(param_shapes(config), dtype))
+    return (Line(f"the whole policy, driven by the host ({dtype})", whole),) + rollout_lines(
+        config, share
+    )
+
+
 @functools.cache
 def layer_residuals(config: PolicyConfig, remat: str) -> tuple[float, float]:
     """Bytes that the backward pass keeps of one layer: for every token, and whatever their number.
@@ -383,7 +394,10 @@ def plan_run(
             phases[f"{name} update"] = step_lines(shape, specs[name], packs[name], mesh)
     for role, spec in rollouts.items():
         shape = policy if role in ("solver", "reader") else asking
-        phases[f"{role} rollouts"] = rollout_lines(shape, spec, mesh)
+        if mesh is not None and config.retrieval.index and not retriever and spec.searches:
+            phases[f"{role} rollouts"] = driven_lines(shape, spec, mesh)
+        else:
+            phases[f"{role} rollouts"] = rollout_lines(shape, spec, mesh)
     for name in phases if moved else ():
         role = "proposer" if name.startswith("proposer") else "solver"
         phases[name] = (moved[role], *phases[name])

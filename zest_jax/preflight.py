@@ -55,6 +55,7 @@ def check_fields(config: Any) -> None:
         "teacher.kind": (config.teacher.kind, ("endpoint", "local", "recorded", "reader")),
         "probe.model": (config.probe.model, ("anchor", "base", "solver")),
         "solver_reward.tool_form": (config.solver_reward.tool_form, ("T1", "T2", "T3")),
+        "retrieval.where": (config.retrieval.where, ("auto", "device", "host")),
         "source.path": (config.source.path, PATHS),
         "policy.dtype": (config.policy.dtype, ("float32", "bfloat16")),
         "policy.attention": (config.policy.attention, ("auto", *BACKENDS)),

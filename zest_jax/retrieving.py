@@ -1,11 +1,13 @@
 """What answers the searches of a run, as a config's group `retrieval` says.
 
 Without an index the world's passages are embedded by a bag of the policy's own token ids and lie on
-the device: the whole rollout is one compiled program. An index folder or a server
-(`retrieval.index`) is asked by the host-driven driver, which runs the same steps.
+the device: the whole rollout is one compiled program. So it is with the folder of an index of
+vectors (`retrieval.index`) whose passages were tokenised for the policy. Any other index, and a
+server, is asked by the host-driven driver, which runs the same steps.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,8 +21,11 @@ from zest_jax.models import PolicyConfig
 from zest_jax.parallel import Placement, hosts
 from zest_jax.players import Player
 from zest_jax.retrieval import Retriever
+from zest_jax.retrieval.encoders import TextEncoder
+from zest_jax.retrieval.index_files import IndexFolder
 from zest_jax.retrieval.interface import PassageRetriever
-from zest_jax.retrieval.open_index import open_retriever
+from zest_jax.retrieval.open_device import DeviceFolder, reads_ids_of, why_not
+from zest_jax.retrieval.open_index import encoder_of, open_retriever
 from zest_jax.retrieval.passages import PassageTexts
 from zest_jax.retrieval.retriever import passage_store
 from zest_jax.rollout import side_by_side
@@ -28,6 +33,7 @@ from zest_jax.rollout.host_driver import HostSampler
 from zest_jax.rollout.protocols import SEARCH, Protocol
 from zest_jax.rollout.sampler import Sampler
 from zest_jax.rollout.state import RolloutSpec
+from zest_jax.rollout.stops import read_text, token_bytes
 from zest_jax.tasks.types import Passage
 from zest_jax.tasks.world import World
 from zest_jax.tracing import TraceCounter
@@ -47,10 +53,12 @@ class Retrieval:
       name: for people.
       on_device: a retriever for each role that searches, which share encoder and index; {} where
         the host is asked.
-      host: answers texts; None where everything is on device.
+      host: what host-driven rollouts ask; None where everything is on device.
       find: passages that a single search with each text brings, best first; as many as `top_k`, or
         as its second argument says.
       top_k: passages per search.
+      by_text: an index or a server, asked by text; None for the world's passages.
+      how: where an index is searched and why, for people; "" for the world's passages.
     """
 
     name: str
@@ -58,6 +66,8 @@ class Retrieval:
     host: PassageRetriever | None
     find: Find
     top_k: int
+    by_text: PassageRetriever | None = None
+    how: str = ""
 
     def on(self, placement: Placement) -> "Retrieval":
         """The same with what is on device shared out over the devices of a placement."""
@@ -115,35 +125,20 @@ def build_retrieval(
     protocols: Mapping[str, Protocol],
     traces: TraceCounter,
 ) -> Retrieval:
-    """What a config names.
+    """The world's passages, embedded by a bag of a policy's token ids.
 
     Args:
       config: the run's.
-      world: whose passages are embedded, without an index.
-      player: in whose tokens; an index has none.
+      world: whose passages.
+      player: in whose tokens.
       protocols: how each role of the player writes; the first one's passages are the index's.
       traces: counts the traces.
 
     Raises:
-      UserError: the index does not open, or a passage does not fit an observation.
+      UserError: a passage does not fit an observation.
     """
-    top_k = config.retrieval.top_k
-    if config.retrieval.index:
-        host = open_retriever(config.retrieval.index)
-
-        def find_on_host(texts: Sequence[str], most: int = 0) -> list[list[Passage]]:
-            if not texts:
-                return []
-            # One process asks: a server need not answer twice alike.
-            answers = hosts.told(lambda: host.search_passages(list(texts), most or top_k))
-            return [[passage for passage, _ in answer] for answer in answers]
-
-        return Retrieval(config.retrieval.index, {}, host, find_on_host, top_k)
-
-    tokenizer = player.tokenizer
-    searching = [r for r in protocols if protocols[r].kind(SEARCH) and config[r].searches]
-    if config.schedule.kind == "labelled":
-        searching = [role for role in searching if role == "solver"]
+    top_k, tokenizer = config.retrieval.top_k, player.tokenizer
+    searching = searching_roles(config, protocols)
     for role in searching:
         check_passages(config, world, tokenizer, role, protocols[role])
     titles = [passage.title for passage in world.passages]
@@ -201,6 +196,105 @@ def build_retrieval(
         return found
 
     return Retrieval(world.name, on_device, None, find_on_device, top_k)
+
+
+def searching_roles(config: Any, protocols: Mapping[str, Protocol]) -> list[str]:
+    """Those of the roles that search in this run."""
+    roles = [role for role in protocols if protocols[role].kind(SEARCH) and config[role].searches]
+    return [r for r in roles if r == "solver"] if config.schedule.kind == "labelled" else roles
+
+
+def build_index_retrieval(
+    config: Any,
+    players: Mapping[str, Player],
+    protocols: Mapping[str, Protocol],
+    placement: Placement,
+) -> Retrieval:
+    """The index or server that a config names, on the devices where `retrieval.where` lets it be.
+
+    Args:
+      config: the run's.
+      players: of the roles.
+      protocols: how each role writes.
+      placement: the devices.
+
+    Raises:
+      UserError: it does not open, there is no room for it, or it cannot be where it is wanted.
+    """
+    r, roles = config.retrieval, searching_roles(config, protocols)
+    why = _why_on_host(config, players, protocols, roles, placement)
+    if r.where == "device" and why:
+        raise UserError(f"retrieval.where=device, but {why}; or set retrieval.where=auto.")
+    if r.where == "host" or why:
+        where = "from the host" + (f", since {why}" if why else " (retrieval.where=host)")
+        return _on_host(config, where)
+    axes = () if placement.mesh is None else side_by_side.AXES
+    folder = DeviceFolder(r.index, placement.mesh, axes, r.encoder)
+    on_device = {}
+    for role in roles:
+        player, shown = players[role], protocols[role]
+        store = folder.store(
+            player.tokenizer,
+            shown.layout,
+            r.top_k,
+            shown.most_queries,
+            config[role].observation_length,
+        )
+        read = functools.partial(read_text, token_bytes(player.tokenizer))
+        on_device[role] = folder.retriever(player.tokenizer, read, r.query_length, store)
+    by_text = folder.by_text()
+
+    def find(texts: Sequence[str], most: int = 0) -> list[list[Passage]]:
+        answers = by_text.search_passages(list(texts), most or r.top_k) if texts else []
+        return [[passage for passage, _ in answer] for answer in answers]
+
+    rewritten = any(isinstance(o.encoder, TextEncoder) for o in on_device.values())
+    where = "within the compiled rollout" + (
+        " (the host rewrites queries for the encoder, which has another vocabulary)"
+        if rewritten
+        else ""
+    )
+    return Retrieval(r.index, on_device, None, find, r.top_k, by_text, where)
+
+
+def _why_on_host(
+    config: Any,
+    players: Mapping[str, Player],
+    protocols: Mapping[str, Protocol],
+    roles: Sequence[str],
+    placement: Placement,
+) -> str:
+    """Why an index is not searched within the compiled rollout; "" where it can be."""
+    where = config.retrieval.index
+    if "://" in where:
+        return "a server is asked over the network"
+    wanted = [(players[role].tokenizer, protocols[role].layout) for role in roles]
+    why = why_not(where, wanted)
+    if why or placement.mesh is None or placement.mesh.shape["tensor"] == 1:
+        return why
+    encoder = encoder_of(IndexFolder(where), config.retrieval.encoder)
+    if all(reads_ids_of(encoder, tokenizer) for tokenizer, _ in wanted):
+        return ""
+    return (
+        "its encoder has another vocabulary than the policy, whose heads are split over devices "
+        "(mesh.tensor), where no compiled step can ask the host"
+    )
+
+
+def _on_host(config: Any, how: str) -> Retrieval:
+    r = config.retrieval
+    options = {"encoder": r.encoder} if r.encoder else {}
+    host = hosts.alone(lambda: open_retriever(r.index, **options))
+
+    def find(texts: Sequence[str], most: int = 0) -> list[list[Passage]]:
+        if not texts:
+            return []
+        # One process asks: a server need not answer twice alike.
+        ask = functools.partial(host.search_passages, list(texts), most or r.top_k)
+        answers = hosts.told(lambda: hosts.alone(ask))
+        return [[passage for passage, _ in answer] for answer in answers]
+
+    return Retrieval(r.index, {}, host, find, r.top_k, host, how)
 
 
 def check_passages(

@@ -10,6 +10,7 @@ import os
 import pickle
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import IO, Any, TypeVar
 
 import jax
@@ -166,6 +167,14 @@ def agree(name: str, value: Any) -> None:
             f"{name} differs between processes (checksums {sums}): a host computed something that "
             "is no function of the seed and the step."
         )
+
+
+def alone(make: Callable[[], T]) -> T:
+    """What `make` gives, computed on this process's own device, whatever mesh is set."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return make()
+    with ThreadPoolExecutor(1) as pool:  # a thread has no mesh of its own accord
+        return pool.submit(make).result()
 
 
 def fetch(tree: Any) -> Any:

@@ -1,10 +1,14 @@
-"""Encoders that read the policy's own token ids on device, so that a query never becomes text.
+"""Encoders that read the token ids that a policy wrote, within a compiled step.
+
+`BagEncoder` and `TokenEncoder` read them as they are, so that a query never becomes text;
+`TextEncoder` has another vocabulary, and the host rewrites the ids of a query in it.
 
 Shape letters: V vocabulary, E embedding size, S slots (queries), Q query length, N passages, P
-passage length, X and Y tokens before and behind a query.
+passage length, X and Y tokens before and behind a query, L length of a query in other ids.
 """
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +19,10 @@ from zest_jax.errors import UserError
 from zest_jax.models import Encoder
 from zest_jax.models.encoders import Recipe
 from zest_jax.models.policy import Params
+from zest_jax.retrieval.blocks import in_blocks
 
+BLOCK = 16
+"""Queries that go through a network at a time: of many slots few search in a pass."""
 _EXACT = 16_384  # tokens up to which a table of V x V is sensible (1 GiB)
 
 
@@ -165,7 +172,84 @@ class TokenEncoder:
         )
         end_SY = X + length_S[:, None] + jnp.arange(Y)
         rows = rows.at[jnp.arange(S)[:, None], end_SY].set(self.after_Y)
-        return self.recipe.encode(self.params, rows, jnp.where(length_S > 0, X + length_S + Y, 0))
+        return _encode(self.recipe, self.params, rows, jnp.where(length_S > 0, X + length_S + Y, 0))
+
+
+class Rewriter:
+    """Turns ids that a policy wrote into the ids of an encoder, on the host.
+
+    Args:
+      encoder: whose ids.
+      read: the text of a policy's ids.
+      length: most ids of a query with what stands around it, L; more are cut, as the encoder's
+        tokenizer cuts.
+    """
+
+    def __init__(self, encoder: Encoder, read: Callable[[Sequence[int]], str], length: int):
+        self._encoder = dataclasses.replace(encoder, params={}, max_length=length)
+        self._read, self.length = read, length
+
+    def __call__(self, ids_SQ: Any, length_S: Any) -> tuple[np.ndarray, np.ndarray]:
+        """Ids [S, L] and lengths [S], int32; no length where nothing was asked."""
+        ids_SQ, length_S = np.asarray(ids_SQ), np.asarray(length_S)
+        out_SL = np.zeros((len(ids_SQ), self.length), np.int32)
+        count_S = np.zeros(len(ids_SQ), np.int32)
+        asked = np.flatnonzero(length_S > 0)
+        texts = [self._read(ids_SQ[s, : length_S[s]].tolist()).strip() for s in asked]
+        rows = self._encoder.tokenize(texts, "query") if texts else []
+        for s, ids in zip(asked, rows, strict=True):
+            out_SL[s, : len(ids)] = ids
+            count_S[s] = len(ids)
+        return out_SL, count_S
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TextEncoder:
+    """A text encoder of another vocabulary (E5 beside a Qwen policy): the host rewrites the
+    queries, the network runs on the device.
+
+    Attributes:
+      params: the encoder's parameters.
+      recipe: network, pooling, norm and cut.
+      rewriter: see there.
+    """
+
+    params: Params
+    recipe: Recipe = dataclasses.field(metadata={"static": True})
+    rewriter: Rewriter = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def build(
+        cls, encoder: Encoder, read: Callable[[Sequence[int]], str], query_length: int
+    ) -> "TextEncoder":
+        """From an encoder, the text of a policy's ids, and the most ids of a query, Q.
+
+        A query may have twice as many ids in the encoder's vocabulary, beside its prefix.
+        """
+        around = len(encoder.tokenize([""], "query")[0])
+        length = min(encoder.max_length, around + 2 * query_length)
+        return cls(encoder.params, encoder.recipe, Rewriter(encoder, read, length))
+
+    def encode_queries(self, ids_SQ: jax.Array, length_S: jax.Array) -> jax.Array:
+        """Query vectors [S, E] float32 of the first length_S ids of each row; 0 for an empty row.
+
+        Jittable; one call of the host.
+        """
+        S, L = len(ids_SQ), self.rewriter.length
+        shapes = (jax.ShapeDtypeStruct((S, L), jnp.int32), jax.ShapeDtypeStruct((S,), jnp.int32))
+        ids_SL, count_S = jax.pure_callback(self.rewriter, shapes, ids_SQ, length_S)
+        return _encode(self.recipe, self.params, ids_SL, count_S)
+
+
+def _encode(recipe: Recipe, params: Params, ids_SL: jax.Array, length_S: jax.Array) -> jax.Array:
+    """`Recipe.encode` of the rows with a length, `BLOCK` at a time; 0 for the others."""
+    return in_blocks(
+        length_S > 0,
+        lambda slot_W: recipe.encode(params, ids_SL[slot_W], length_S[slot_W]),
+        jnp.zeros((len(ids_SL), recipe.size), jnp.float32),
+        BLOCK,
+    )
 
 
 def pad_ragged(rows: list[list[int]], width: int = 0) -> tuple[np.ndarray, np.ndarray]:

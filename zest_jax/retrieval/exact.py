@@ -311,7 +311,7 @@ class DeviceIndex(Protocol):
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["index_NE", "exact_NE"],
-    meta_fields=["reorder", "recall_target", "mesh", "vectors"],
+    meta_fields=["reorder", "recall_target", "mesh", "axes", "vectors"],
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class ExactIndex:
@@ -323,6 +323,7 @@ class ExactIndex:
       reorder: how many candidates are.
       recall_target: see `exact_search`.
       mesh: the devices that the rows are split over (`shard_rows`); None for one device.
+      axes: the axes of the mesh that they are split over; () for all.
       vectors: N without the padding of a split; 0 for all rows.
     """
 
@@ -331,6 +332,7 @@ class ExactIndex:
     reorder: int = 200
     recall_target: float | None = None
     mesh: Mesh | None = None
+    axes: tuple[str, ...] = ()
     vectors: int = 0
 
     @property
@@ -355,9 +357,10 @@ class ExactIndex:
         both = self.index_NE if self.exact_NE is None else (self.index_NE, self.exact_NE)
         if self.mesh is None:
             return self._part(both, query_BE, top_k)
-        return sharded_search(
-            both, query_BE, top_k, self.mesh, size=self.size, search=self._part
-        )  # fmt: skip
+        search = functools.partial(
+            sharded_search, mesh=self.mesh, axes=self.axes or None, size=self.size
+        )
+        return search(both, query_BE, top_k, search=self._part)
 
     def search_rows(
         self, query_BE: jax.Array, top_k: int, valid: jax.Array | int | None = None
@@ -419,10 +422,17 @@ def search_from_host(index: DeviceIndex, query_BE: np.ndarray, top_k: int) -> Fo
         return Found.nothing(0, top_k)
     padded = np.zeros((1 << (B - 1).bit_length(), query_BE.shape[1]), np.float32)
     padded[:B] = query_BE
-    row_Bk, score_Bk = _compiled(index, padded, 1 << (top_k - 1).bit_length())
+    place = jax.tree.leaves(index)[0].sharding
+    search = _compiled(place.mesh if isinstance(place, NamedSharding) else None)
+    row_Bk, score_Bk = search(index, padded, top_k=1 << (top_k - 1).bit_length())
     return Found(np.asarray(row_Bk)[:B, :top_k], np.asarray(score_Bk)[:B, :top_k])
 
 
-@functools.partial(jax.jit, static_argnames="top_k")
-def _compiled(index: DeviceIndex, query_BE: jax.Array, top_k: int) -> tuple[jax.Array, jax.Array]:
-    return index.search_in_jit(query_BE, top_k)
+@functools.cache
+def _compiled(mesh: Mesh | None) -> Any:
+    def search(index: DeviceIndex, query_BE: jax.Array, top_k: int) -> Any:
+        return index.search_in_jit(query_BE, top_k)
+
+    # Every process gets all of it.
+    whole = None if mesh is None else NamedSharding(mesh, P())
+    return jax.jit(search, static_argnames="top_k", out_shardings=whole)

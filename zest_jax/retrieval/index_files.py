@@ -205,6 +205,7 @@ class StoredVectors:
         self.shards = manifest.shards
         self.shape = (manifest.passages, manifest.dimension)
         self.dtype = DTYPES[manifest.dtype]
+        self._checked: set[int] = set()
         self._first = np.concatenate([[0], np.cumsum([s.rows for s in self.shards])]).astype(int)
 
     def __len__(self) -> int:
@@ -235,6 +236,22 @@ class StoredVectors:
         """First row and vectors of every shard in turn; see `shard`."""
         for number in range(len(self.shards)):
             yield int(self._first[number]), self.shard(number, check=check)
+
+    def __getitem__(self, rows: slice) -> np.ndarray:
+        """Copies of neighbouring vectors [R, E]; the checksums of their shards are compared."""
+        first, last, step = rows.indices(len(self))
+        if step != 1:
+            raise ValueError("vectors are read in their order, without gaps")
+        out_RE = np.empty((max(last - first, 0), self.shape[1]), self.dtype)
+        for number, shard in enumerate(self.shards):
+            begin = max(first, int(self._first[number]))
+            end = min(last, int(self._first[number]) + shard.rows)
+            if begin < end:
+                part = self.shard(number, check=number not in self._checked)
+                self._checked.add(number)
+                at = int(self._first[number])
+                out_RE[begin - first : end - first] = part[begin - at : end - at]
+        return out_RE
 
     def rows(self, row_R: np.ndarray) -> np.ndarray:
         """Copies of some vectors [R, E], read without checksums."""
@@ -276,7 +293,7 @@ class IndexFolder:
         encoder_name: str | Path = "",
         check: bool = False,
     ):
-        self.folder = Path(folder)
+        self.folder = Path(folder).expanduser()
         self.manifest = read_manifest(self.folder)
         if encoder is not None:
             check_encoder(self.folder, self.manifest, encoder_card(encoder_name, encoder))

@@ -57,6 +57,11 @@ class Layout:
         """The passage's template from the title on: what is tokenised once for each passage."""
         return self.passage if "{rank}" not in self.passage else self._split_rank()[1]
 
+    @property
+    def stored(self) -> str:
+        """Tells how `write` writes a passage from any other way: the name of stored ids."""
+        return f"{self.body} in JSON" if self.escape else self.body
+
     def write(self, title: str, text: str) -> str:
         """A passage from its title on."""
         return self.body.format(title=self._word(title), text=self._word(text))

@@ -137,7 +137,7 @@ def open_index(
             f"{folder} is an index of kind {manifest.kind}, which is not opened here; kinds that "
             "are: bm25, exact, scann, partitioned."
         )
-    found = _encoder(index.folder, manifest, encoder, dtype)
+    found = encoder_of(index, encoder, dtype)
     if manifest.kind == "partitioned":
         own = [e for e in manifest.files if e.file.startswith(f"{PARTITIONED_FOLDER}/")]
         check_files(index.folder, own, content=check)
@@ -239,8 +239,17 @@ def _write(index_NE: jax.Array, block_RE: jax.Array, first: int) -> jax.Array:
     return jax.lax.dynamic_update_slice(index_NE, block_RE, (first, 0))
 
 
-def _encoder(folder: Path, manifest: Manifest, given: str | Path, dtype: str) -> Encoder:
-    """The encoder of an index, set up as it was when the index was built."""
+def encoder_of(index: IndexFolder, given: str | Path = "", dtype: str = "auto") -> Encoder:
+    """The encoder of an index, set up as it was when the index was built.
+
+    Args:
+      index: the index.
+      given, dtype: `encoder` and `dtype` of `open_index`.
+
+    Raises:
+      UserError: it cannot be loaded, or is another one.
+    """
+    folder, manifest = index.folder, index.manifest
     stored = manifest.encoder
     name = str(given or stored["name"])
     if dtype == "auto":
@@ -258,7 +267,8 @@ def _encoder(folder: Path, manifest: Manifest, given: str | Path, dtype: str) ->
         raise UserError(
             f"the encoder of {folder} cannot be loaded: {why}. A folder is found from where the "
             f"program is started, by the name that the index was built with ({name}); start it "
-            "there, or say where the encoder is now: --encoder=FOLDER."
+            "there, or say where the encoder is now: --encoder=FOLDER (in a config, "
+            "retrieval.encoder)."
         ) from None
     check_encoder(folder, manifest, encoder_card(name, encoder))
     return encoder

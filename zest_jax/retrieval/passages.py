@@ -30,6 +30,7 @@ import numpy as np
 from zest_jax.errors import UserError
 from zest_jax.retrieval.corpora import Corpus, Position
 from zest_jax.retrieval.interface import Passage
+from zest_jax.retrieval.room import require_room
 from zest_jax.retrieval.storage import (
     FileEntry,
     GrowingFiles,
@@ -384,6 +385,12 @@ class TokenisedPassages:
         out_MP[within_MP] = self._ids[at_MP[within_MP]]
         return out_MP, length_M.astype(np.int32)
 
+    def lengths(self, rows: slice = slice(None)) -> np.ndarray:
+        """Tokens of neighbouring passages [M], int32; of all of them without an argument."""
+        first, last, _ = rows.indices(len(self))
+        before = int(self._ends[first - 1]) if first else 0
+        return np.diff(self._ends[first:last], prepend=before).astype(np.int32)
+
     def padded(
         self, length: int = 0, sharding: jax.sharding.Sharding | None = None
     ) -> tuple[jax.Array, jax.Array]:
@@ -398,8 +405,11 @@ class TokenisedPassages:
         """
         P = length or self.longest
         shape = (len(self), P)
-        _require_room(self.folder, shape, self.dtype, sharding)
-        length_N = np.minimum(np.diff(self._ends, prepend=0), P).astype(np.int32)
+        require_room(
+            f"the tokens of {self.folder}, {P} a passage,", shape, self.dtype, sharding,
+            "cut passages shorter, or leave them in host memory (HostPassageStore)",
+        )  # fmt: skip
+        length_N = np.minimum(self.lengths(), P)
         if sharding is not None:
 
             def part(index: Any) -> np.ndarray:
@@ -447,6 +457,7 @@ def tokenise(
     folder: str | Path,
     *,
     template: str = TEMPLATE,
+    write: Callable[[str, str], str] | None = None,
     longest: int = 0,
     tell: Tell | None = None,
 ) -> TokenisedPassages:
@@ -458,7 +469,9 @@ def tokenise(
       passages: the stored texts.
       tokenizer: the policy's, a transformers tokenizer.
       folder: where to write; `tokens_key` names one.
-      template: text of a passage, with `{title}` and `{text}`.
+      template: text of a passage, with `{title}` and `{text}`; or the name of another way to write
+        one, with `write`.
+      write: title and text to the text of a passage, where the template does not say it.
       longest: tokens after which a passage is cut; 0 keeps all.
       tell: called with the passages done and all passages.
 
@@ -481,6 +494,8 @@ def tokenise(
                 f"instead of {template!r}; name another folder."
             )
         return earlier
+    if write is None:
+        write = functools.partial(_filled, template)
     # By the largest id, not the number of tokens: some vocabularies have gaps.
     dtype = np.dtype("<u2" if max(tokenizer.get_vocab().values()) < 1 << 16 else "<u4")
     files = GrowingFiles(folder, ["ids.bin", "ids.end"], _NOTE, source)
@@ -488,10 +503,8 @@ def tokenise(
         done, most = files.done or (0, 0)
         saved = done
         while done < len(passages):
-            shown = [
-                template.format(title=p.title, text=p.text) for p in passages[done : done + _BATCH]
-            ]
-            rows = _ids(tokenizer, shown)
+            batch = passages[done : done + _BATCH]
+            rows = _ids(tokenizer, [write(p.title, p.text) for p in batch])
             if longest:
                 rows = [row[:longest] for row in rows]
             lengths = [len(row) for row in rows]
@@ -522,11 +535,17 @@ def tokenise(
     return TokenisedPassages(folder)
 
 
+def _filled(template: str, title: str, text: str) -> str:
+    return template.format(title=title, text=text)
+
+
 def _ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
-    """As everywhere in the project: without special tokens around, long texts without a word."""
+    """As everywhere in the project: without special tokens around, those that a passage spells out
+    as plain text (none may end the turn that shows it), long texts without a word."""
     return tokenizer(
         texts,
         add_special_tokens=False,
+        split_special_tokens=True,
         return_attention_mask=False,
         return_token_type_ids=False,
         verbose=False,
@@ -536,25 +555,3 @@ def _ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
 @functools.partial(jax.jit, donate_argnums=0)
 def _write_rows(ids_NP: jax.Array, part_MP: jax.Array, first: jax.Array) -> jax.Array:
     return jax.lax.dynamic_update_slice(ids_NP, part_MP, (first, 0))
-
-
-def _require_room(
-    folder: Path, shape: tuple[int, int], dtype: np.dtype, sharding: jax.sharding.Sharding | None
-) -> None:
-    """Raises a UserError if a device has less memory free than its part takes, where it tells."""
-    if sharding is None:
-        part: tuple[int, ...] = shape
-        devices = [jax.devices()[0]]
-    else:
-        part, devices = sharding.shard_shape(shape), list(sharding.addressable_devices)
-    needed = int(np.prod(part)) * dtype.itemsize
-    for device in devices:
-        stats = device.memory_stats() or {}
-        if "bytes_limit" in stats:
-            free = stats["bytes_limit"] - stats.get("bytes_in_use", 0)
-            if needed > free:
-                raise UserError(
-                    f"the tokens of {folder} take {needed / 1e9:.1f} GB at {shape[1]} a passage, "
-                    f"{device} has {free / 1e9:.1f} GB free; cut passages shorter, or leave them "
-                    "in host memory (HostPassageStore)."
-                )

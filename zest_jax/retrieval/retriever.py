@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import jax
 
-from zest_jax.retrieval.encoders import BagEncoder, TokenEncoder
+from zest_jax.retrieval.encoders import BagEncoder, TextEncoder, TokenEncoder
 from zest_jax.retrieval.exact import DeviceIndex, ExactIndex
 from zest_jax.retrieval.layout import Layout
 from zest_jax.retrieval.store import PassageStore
@@ -28,7 +28,7 @@ class Retriever:
       retrieved: passages per search, R.
     """
 
-    encoder: BagEncoder | TokenEncoder
+    encoder: BagEncoder | TokenEncoder | TextEncoder
     index: DeviceIndex
     store: PassageStore
     retrieved: int = dataclasses.field(metadata={"static": True})

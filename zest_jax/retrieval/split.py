@@ -13,7 +13,6 @@ R retrieved, N passages of a device, E embedding size, P passage length, C obser
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,6 +21,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from zest_jax.retrieval.blocks import in_blocks
 from zest_jax.retrieval.exact import ExactIndex, best_candidates, guarded, shard_rows
 from zest_jax.retrieval.retriever import Retriever
 from zest_jax.retrieval.store import PassageStore, observation
@@ -126,7 +126,7 @@ class SplitRetriever:
             return row_BR.reshape(-1, U, R), score_BR.reshape(-1, U, R)
 
         empty = (jnp.full((S, U, R), -1, jnp.int32), jnp.full((S, U, R), -jnp.inf, jnp.float32))
-        return self._in_blocks(jnp.any(length_SU > 0, axis=1), search, empty)
+        return in_blocks(jnp.any(length_SU > 0, axis=1), search, empty, self.block, self.axes)
 
     def observe(
         self, row_SUR: jax.Array, asked_S: jax.Array | None = None
@@ -148,7 +148,8 @@ class SplitRetriever:
             return back(ids), back(length)
 
         empty = (jnp.zeros((S, U, R, longest), jnp.int32), jnp.zeros((S, U, R), jnp.int32))
-        ids_SURP, length_SUR = self._in_blocks(jnp.any(row_SUR >= 0, axis=(1, 2)), read, empty)
+        shown_S = jnp.any(row_SUR >= 0, axis=(1, 2))
+        ids_SURP, length_SUR = in_blocks(shown_S, read, empty, self.block, self.axes)
         return observation(ids_SURP, length_SUR, asked_S, store.frame, store.size)
 
     def _search_all(self, query_BE: jax.Array, top_k: int) -> tuple[jax.Array, jax.Array]:
@@ -170,26 +171,11 @@ class SplitRetriever:
         # Devices stand in the order of their rows, so the first of equal scores is the lower row.
         return best_candidates(back(row_BR), back(score_BR), top_k)
 
-    def _in_blocks(self, asks_S: jax.Array, work: Callable[[jax.Array], Any], empty: Any) -> Any:
-        """`work(slots)` for the slots that ask, W at a time, in as many turns on every device."""
-        S = len(asks_S)
-        W = min(self.block, S)
-        order_S = jnp.argsort(~asks_S, stable=True).astype(jnp.int32)
-        order_S = jnp.pad(order_S, (0, -S % W), constant_values=S)
-        asks_S = jnp.pad(asks_S, (0, 1))
-        turns = jax.lax.pmax(-(-jnp.sum(asks_S, dtype=jnp.int32) // W), self.axes)
-
-        def turn(i: jax.Array, out: Any) -> Any:
-            slot_W = jax.lax.dynamic_slice(order_S, (i * W,), (W,))
-            done = work(jnp.minimum(slot_W, S - 1))
-            at_W = jnp.where(asks_S[slot_W], slot_W, S)  # out of bounds, where it is dropped
-            return jax.tree.map(lambda x, new: x.at[at_W].set(new, mode="drop"), out, done)
-
-        return jax.lax.fori_loop(0, turns, turn, empty)
-
 
 def _rows_on(x: Any, mesh: Mesh, axes: tuple[str, ...], placed: dict[int, jax.Array]) -> jax.Array:
     """Any array [N, …] split by rows, filled up with zeros to equal shares."""
+    if getattr(x, "sharding", None) == NamedSharding(mesh, P(axes)):
+        return x
     if id(x) not in placed:
         placed[id(x)] = shard_rows(x, mesh, axes)
     return placed[id(x)]
@@ -197,6 +183,8 @@ def _rows_on(x: Any, mesh: Mesh, axes: tuple[str, ...], placed: dict[int, jax.Ar
 
 def whole_on(x: Any, mesh: Mesh, placed: dict[int, jax.Array]) -> jax.Array:
     """An array that every device of a mesh has whole."""
+    if getattr(x, "sharding", None) == NamedSharding(mesh, P()):
+        return x
     if id(x) not in placed:
         host = np.asarray(x)
         placed[id(x)] = jax.make_array_from_callback(

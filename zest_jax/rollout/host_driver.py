@@ -448,6 +448,7 @@ class HostSampler(Sampler):
         self._rollout = self.driver.rollout
         self._spread = placement
         if placement.mesh is not None:
+            self._table = hosts.fetch(self._table)  # to be put on each device alone
             whole = NamedSharding(placement.mesh, P())
             self._whole = jax.jit(lambda x: x, out_shardings=whole)
 

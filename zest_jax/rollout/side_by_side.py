@@ -74,6 +74,9 @@ def rollout_on(engine: Engine, mesh: Mesh) -> Callable[..., Any]:
       streams. It returns trajectories of the same rows, and counters with an axis X.
     """
 
+    # Compiled steps may ask the host where all axes are manual only.
+    manual = AXES if mesh.shape["tensor"] > 1 else tuple(mesh.axis_names)
+
     def rollout(
         params: Params,
         table: Any,
@@ -109,7 +112,7 @@ def rollout_on(engine: Engine, mesh: Mesh) -> Callable[..., Any]:
                 rows,
             ),
             out_specs=(rows, rows),
-            axis_names=frozenset(AXES),
+            axis_names=frozenset(manual),
             check_vma=False,
         )(
             for_decoding(params, engine.config.dtype),
