@@ -68,7 +68,8 @@ def episodes(config, placement: Placement, where: str) -> dict:
         "searches": int(np.asarray(out.searches_N).sum()),
         "found": [[p.id for p in each] for each in found],
         "devices": len(shards[0].sharding.device_set) if shards else 1,
-        "counters": sorted(parts.solver_sampler.counters),
+        "counters": parts.solver_sampler.counters,
+        "retraces": traces.retraces,
     }
 
 

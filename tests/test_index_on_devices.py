@@ -69,6 +69,12 @@ def test_wherever_the_index_is_searched_episodes_are_the_same(episodes, where):
     assert other["found"] == episodes["device"]["found"] and len(other["found"][0]) == 5
 
 
+def test_several_devices_trace_once_and_tell_their_times(episodes):
+    for where in ("host", "hosts"):
+        assert episodes[where]["retraces"] == 0
+        assert episodes[where]["counters"]["decode_s"] > episodes[where]["counters"]["search_s"] > 0
+
+
 def test_what_is_said_of_where_it_is_searched(episodes):
     assert episodes["host"]["how"] == "from the host (retrieval.where=host)"
     for where in ("device", "devices"):

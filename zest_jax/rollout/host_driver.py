@@ -16,6 +16,7 @@ N prompts, P prompt length.
 import copy
 import dataclasses
 import functools
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -192,8 +193,18 @@ class HostDriver:
         known = token_bytes(tokenizer)
         self._tokens = known + [None] * (engine.config.vocab_size - len(known))
 
+        one_at_a_time = threading.Lock()
+
         def jit(piece: str, function: Callable, **options: Any) -> Callable:
-            return traces.jit(f"{name}_{piece}", function, **options)
+            step = traces.jit(f"{name}_{piece}", function, **options)
+
+            def call(*args: Any) -> Any:
+                # Threads that drive several devices would each trace it. The work itself goes on
+                # beside theirs.
+                with one_at_a_time:
+                    return step(*args)
+
+            return call
 
         self._start = jit("start", engine.start, static_argnums=(0, 1))
         self._layers = jit("layers", lambda params: bind(engine.config, params).unstack())
@@ -220,6 +231,8 @@ class HostDriver:
           SearchFailed: the retriever raised a UserError (a server that stays dead, say).
         """
         spec = self._engine.spec
+        # On the policy's device, where all that follows from it is made too.
+        count = jax.device_put(jnp.int32(count), jax.tree.leaves(params)[0].sharding)
         # Taken apart once, not at every pass: on a GPU that copies the weights.
         weights = (params, self._layers(params))
         state = self._start(len(prompt_length_N), self._top_k, count)
@@ -492,24 +505,26 @@ class HostSampler(Sampler):
                 return None
             sampler = self.on(device)
             own = jax.tree.map(lambda x: _on(x, device), (params, key))
-            with jax.default_device(device):
-                return Sampler._call(
-                    sampler,
-                    own[0],
-                    [prompts[n] for n in rows],
-                    [streams[n] for n in rows],
-                    own[1],
-                    0,
-                    temperature,
-                )
+            out, counters = Sampler._call(
+                sampler,
+                own[0],
+                [prompts[n] for n in rows],
+                [streams[n] for n in rows],
+                own[1],
+                0,
+                temperature,
+            )
+            return out, counters, sampler.driver.seconds
 
         def drive_all() -> list[Any]:
             with ThreadPoolExecutor(len(here)) as pool:
                 return list(pool.map(drive, here, mine))
 
         parts = [p for each in hosts.gathered_or_raised(drive_all) for p in each if p is not None]
-        counters = {name: np.array([c[name] for _, c in parts]) for name in parts[0][1]}
-        episodes = jax.tree.map(lambda *xs: np.concatenate(xs), *(out for out, _ in parts))
+        for name in SECONDS:  # of the device that took longest
+            self.driver.seconds[name] += max(seconds[name] for *_, seconds in parts)
+        counters = {name: np.array([c[name] for _, c, _ in parts]) for name in parts[0][1]}
+        episodes = jax.tree.map(lambda *xs: np.concatenate(xs), *(out for out, *_ in parts))
         return episodes, of_shards(counters, len(parts))
 
     def __call__(
