@@ -48,7 +48,7 @@ def test_rollouts_that_the_host_drives_hold_the_whole_policy_on_every_device():
     spec = RolloutSpec(slots=7, prompt_length=5, action_length=4, observation_length=6, searches=2)
     mesh = AbstractMesh((2, 2, 1), AXES)
     lines = sizes(memory_plan.driven_lines(SMALL, spec, mesh))
-    assert lines["the whole policy, driven by the host (float32)"] == 4 * PARAMETERS
+    assert lines["the whole policy, driven by the host"] == 4 * PARAMETERS
     assert lines["weights for decoding (float32)"] == 4 * PARAMETERS
     # Two of seven slots.
     assert lines["KV cache"] == 2 * 2 * 2 * (29 + 32) * 2 * 2 * 4

@@ -202,13 +202,13 @@ def rollout_lines(
 
 def driven_lines(config: PolicyConfig, spec: RolloutSpec, mesh: Mesh) -> tuple[Line, ...]:
     """As `rollout_lines`, of rollouts that the host drives (`rollout.host_driver`): each device has
-    its share of the slots and all of the policy, as it is kept."""
+    its share of the slots and all of the policy, layers in the compute type."""
     share = dataclasses.replace(spec, slots=-(-spec.slots // mesh.size))
-    dtype = config.dtype if config.lora else "float32"
-    whole = per_device(_as_type(param_shapes(config), dtype))
-    return (Line(f"the whole policy, driven by the host ({dtype})", whole),) + rollout_lines(
-        config, share
-    )
+    shapes = param_shapes(config)
+    # What is no layer stays in float32 (`for_decoding`).
+    rest = {name: x for name, x in shapes.items() if name != STACKED}
+    whole = per_device(_as_type(shapes[STACKED], config.dtype)) + per_device(rest)
+    return (Line("the whole policy, driven by the host", whole), *rollout_lines(config, share))
 
 
 @functools.cache

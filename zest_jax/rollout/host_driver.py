@@ -34,6 +34,7 @@ from zest_jax.models import PolicyConfig
 from zest_jax.models.cache import grow
 from zest_jax.models.policy import Block, Params, bind
 from zest_jax.parallel import Placement, hosts
+from zest_jax.parallel.sharding import for_decoding
 from zest_jax.retrieval.interface import Passage, PassageRetriever, TextRetriever
 from zest_jax.retrieval.store import passage_room
 from zest_jax.rollout.engine import Engine
@@ -463,7 +464,11 @@ class HostSampler(Sampler):
         if placement.mesh is not None:
             self._table = hosts.fetch(self._table)  # to be put on each device alone
             whole = NamedSharding(placement.mesh, P())
-            self._whole = jax.jit(lambda x: x, out_shardings=whole)
+
+            def gathered(params: Params, key: jax.Array) -> tuple[Params, jax.Array]:
+                return for_decoding(params, config.dtype), key
+
+            self._whole = jax.jit(gathered, out_shardings=whole)
 
     def _may_search(self, retriever: Any) -> bool:
         return True  # the host asks
@@ -494,7 +499,7 @@ class HostSampler(Sampler):
             return super()._call(params, prompts, streams, key, at, temperature)
         if streams is None:
             key, streams = jax.random.fold_in(key, at), range(len(prompts))
-        params, key = self._whole((params, key))
+        params, key = self._whole(params, key)
         here = jax.local_devices()
         dealt = np.array_split(np.arange(len(prompts)), jax.process_count() * len(here))
         first = jax.process_index() * len(here)
