@@ -5,6 +5,8 @@
 # shellcheck disable=SC2154,SC2034
 
 POLL=${ZEST_POLL:-30} # Seconds between two looks at what is waited for.
+# Where a machine learns that it is taken back (zest_jax/preemption.py).
+NOTICE=http://metadata.google.internal/computeMetadata/v1/instance/preempted
 
 zest_die() {
   zest_say "$1"

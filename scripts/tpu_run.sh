@@ -209,6 +209,7 @@ or end it (it saves) with $(me_at stop)" 2
     zest_set_up || return
     run_id=$print-$(date -u +%Y%m%dT%H%M%SZ)
     zest_ssh all "$(zest_on_worker start "$run_id" ZEST_PREEMPTED_EXIT=75 \
+      ZEST_PREEMPTION_NOTICE="$NOTICE" \
       ${envs[@]+"${envs[@]}"} -- "$program" ${args[@]+"${args[@]}"})" || return
   fi
   folder=runs/tpu-$name/$run_id

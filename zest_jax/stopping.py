@@ -9,8 +9,9 @@
                 save()
                 stop.end(step)
 
-A machine that is taken back announces it by SIGTERM. JAX's own preemption service listens to the
-same signal; it is not used, since orbax counts its sync points in numbers of checkpoints.
+A machine that is taken back announces it by SIGTERM, or by a notice (`preemption.py`). JAX's own
+preemption service listens to the same signal; it is not used, since orbax counts its sync points in
+numbers of checkpoints.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from zest_jax import preemption
 from zest_jax.errors import Stopped, UserError
 
 PREEMPTED_EXIT = "ZEST_PREEMPTED_EXIT"  # names the exit code after SIGTERM; 0 if it is not set
@@ -121,6 +123,7 @@ class Stopper:
         self._at_once = True
         self._watcher = threading.Thread(target=self._watch, daemon=True)
         self._watcher.start()
+        preemption.listen()
         return self
 
     def __exit__(self, *_: object) -> None:
