@@ -104,6 +104,7 @@ def get_config() -> ConfigDict:
     c.retrieval.query_length = 12  # tokens of a query that are embedded
 
     c.solver = ConfigDict()
+    c.solver.narrowings = 0  # times that slots are halved when no prompt is left for them
     c.solver.protocol = "plain_search"  # how an episode is written
     c.solver.prompt_length = 32  # tokens of the longest prompt
     c.solver.action_length = 20  # tokens of one action

@@ -80,6 +80,7 @@ def main(folder: str) -> None:
     config.retrieval.top_k = 2
     config.solver.observation_length = 200
     config.proposer.searches = 0
+    config.solver.narrowings = 1
     config.world.folder = str(load_atlas(None).folder)
     hosts.initialize()
     hosts.told(lambda: make_index(Path(folder), config))

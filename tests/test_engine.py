@@ -127,11 +127,14 @@ def compare(world, protocol, spec, prompts, **fields):
 
 
 @pytest.mark.parametrize("protocol", [PLAIN_SEARCH, CORRECTING], ids=lambda p: p.name)
-@pytest.mark.parametrize(("slots", "wait"), [(8, 1.0), (3, 0.4)])
-def test_the_compiled_rollout_writes_the_same_ids_as_a_python_loop(world, protocol, slots, wait):
+@pytest.mark.parametrize(("slots", "wait", "narrowings"), [(8, 1.0, 0), (3, 0.4, 0), (7, 0.3, 1)])
+def test_the_compiled_rollout_writes_the_same_ids_as_a_python_loop(
+    world, protocol, slots, wait, narrowings
+):
     # Neighbours that share a prompt, and others.
     prompts = [[5 + i, 9, 11 + 2 * i][: 1 + i % 3] for i in (0, 1, 1, 2, 3, 4, 4, 4, 5, 6, 7, 8)]
-    got = compare(world, protocol, spec_of(slots=slots, wait_fraction=wait), prompts)
+    spec = spec_of(slots=slots, wait_fraction=wait, narrowings=narrowings)
+    got = compare(world, protocol, spec, prompts)
     assert len(set(got.finish_N.tolist())) > 1, "the draws should cover several ends"
     assert got.searches_N.sum() > 0
 
@@ -172,6 +175,21 @@ def test_slots_and_refilling_change_nothing_but_the_utilisation(world):
     assert np.array_equal(one.ids_NL, two.ids_NL)
     assert np.array_equal(one.mask_NL, two.mask_NL)
     assert 0 < float(counters["slot_utilisation"]) <= 1
+
+
+def test_fewer_slots_at_the_end_change_nothing_but_the_utilisation(world):
+    prompts = [[5 + i] for i in range(12)]
+    base = spec_of(slots=8, wait_fraction=0.25)
+    assert dataclasses.replace(base, narrowings=3).narrower == (4, 2, 1)
+    assert dataclasses.replace(base, slots=5, narrowings=4).narrower == (3, 2, 1)
+    _, _, _, one, wide = tiny.roll_out(world, PLAIN_SEARCH, base, prompts, 1.0)
+    narrowing = dataclasses.replace(base, narrowings=2)
+    _, _, _, two, narrow = tiny.roll_out(world, PLAIN_SEARCH, narrowing, prompts, 1.0)
+    for name in ("ids_NL", "mask_NL", "rows_NTUR", "finish_N", "length_N"):
+        assert np.array_equal(getattr(one, name), getattr(two, name)), name
+    np.testing.assert_allclose(one.logp_NL, two.logp_NL, atol=1e-5)
+    assert narrow["decode_steps"] == wide["decode_steps"]
+    assert narrow["slot_utilisation"] > 1.2 * wide["slot_utilisation"]
 
 
 def test_truncated_draws_are_written_down_twice(world):

@@ -324,6 +324,7 @@ def rollout_specs(config: Any) -> dict[str, RolloutSpec]:
             searches=searches,
             query_length=config.retrieval.query_length,
             wait_fraction=s.wait_fraction,
+            narrowings=s.narrowings,
             queries=spoken.most_queries,
             response_length=spoken.limits.response,
         )

@@ -180,6 +180,8 @@ def rollout_lines(
     heads = config.kv_heads / _share(config.kv_heads, mesh, "tensor")
     positions = padded_length(config, spec.cache_lengths[-1])
     cache = 2 * config.layers * slots * positions * heads * config.head_dim * width
+    # While it is narrowed, the half that goes on stands beside the whole.
+    cache *= 1 + spec.narrower[0] / spec.slots if spec.narrower else 1
     # Decoding reads the layers apart from one another, cast once; on a mesh they are whole but for
     # what `tensor` splits, and what is no layer stays in float32 (`for_decoding`).
     shapes = param_shapes(config)

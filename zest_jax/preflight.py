@@ -130,6 +130,7 @@ def check_fields(config: Any) -> None:
         "evaluation.draws": 100,
         "solver.tasks_per_step": 1,
         "solver.slots": 1,
+        "solver.narrowings": 0,
         "solver.searches": 1,
         "proposer.slots": 1,
         "proposer.seeds_per_step": 1,

@@ -177,25 +177,38 @@ class Engine:
         episodes = prompt_length_N.shape[0]
         state = self.start(episodes, retrieved, episodes if count is None else count)
 
-        def extend(state: State) -> State:
+        def extend(engine: Engine, state: State) -> State:
             observed = None
             if retriever is not None:
                 with jax.named_scope("search"):
-                    ids_SUQ, length_SU, asked_S = self.queries(state)
+                    ids_SUQ, length_SU, asked_S = engine.queries(state)
                     row_SUR, score_SUR = retriever.search(ids_SUQ, length_SU)
-                    there_SU = jnp.arange(self.spec.queries) < asked_S[:, None]
+                    there_SU = jnp.arange(engine.spec.queries) < asked_S[:, None]
                     row_SUR = jnp.where(there_SU[..., None], row_SUR, -1)
                     observed = Observed(row_SUR, score_SUR, *retriever.observe(row_SUR, asked_S))
             with jax.named_scope("extend"):
-                return self.extend(policy, layers, state, prompt_NP, prompt_length_N, observed)
+                return engine.extend(policy, layers, state, prompt_NP, prompt_length_N, observed)
 
-        # Names of the parts, for profiles and for `zest_jax.plan`.
-        decode = jax.named_scope("decode")(
-            functools.partial(self.decode, policy, layers, table, draws)
-        )
-        for length in self.spec.cache_lengths:
+        def decode(engine: Engine, state: State) -> State:
+            with jax.named_scope("decode"):  # a name for profiles and for `zest_jax.plan`
+                return engine.decode(policy, layers, table, draws, state)
+
+        widths = (self.spec.slots, *self.spec.narrower)
+        stages = [(widths[0], length) for length in self.spec.cache_lengths]
+        stages += [(slots, self.spec.cache_lengths[-1]) for slots in widths[1:]]
+        for stage, (slots, length) in enumerate(stages):
+            engine = dataclasses.replace(self, spec=dataclasses.replace(self.spec, slots=slots))
             state = dataclasses.replace(state, cache=grow(self.config, state.cache, length))
-            state = self._run(state, extend, decode, table, length)
+            if slots < len(state.phase_S):
+                state = engine.narrowed(state)
+            state = engine._run(
+                state,
+                functools.partial(extend, engine),
+                functools.partial(decode, engine),
+                table,
+                length,
+                enough=next((n for n, _ in stages[stage + 1 :] if n < slots), 0),
+            )
         return self.finish(state)
 
     def _run(
@@ -205,21 +218,30 @@ class Engine:
         decode: Callable[[State], State],
         table: StopTable,
         length: int,
+        enough: int,
     ) -> State:
-        """Goes on until the queue is done, or this cache may not hold what follows."""
+        """Goes on until the queue is done, this cache may not hold what follows, or `enough` slots
+        would do for what is left."""
+        last = length == self.spec.cache_lengths[-1]
 
         def fits(state: State) -> jax.Array | bool:
-            return length == self.spec.cache_lengths[-1] or self.fits(state, length)
+            return last or self.fits(state, length)
+
+        def few(state: State) -> jax.Array | bool:
+            return last and enough > 0 and self.few(state, enough)
 
         def write(state: State) -> State:
             def more(state: State) -> jax.Array:
                 axes = self.axes if self.lockstep else ()
-                return _any(self.should_write(state), axes) & _all(fits(state), axes)
+                going = _any(self.should_write(state), axes) & _all(fits(state), axes)
+                # Engines side by side become narrower together, between two passes.
+                return going if self.axes else going & ~jnp.asarray(few(state))
 
             return self.cut(table, jax.lax.while_loop(more, decode, state))
 
         def goes_on(state: State) -> jax.Array:
-            return _any(self.has_work(state), self.axes) & _all(fits(state), self.axes)
+            going = _any(self.has_work(state), self.axes) & _all(fits(state), self.axes)
+            return going & ~jnp.asarray(_all(few(state), self.axes))
 
         return jax.lax.while_loop(goes_on, lambda state: write(extend(state)), state)
 
@@ -251,6 +273,31 @@ class Engine:
             state.next_episode < state.count
         )
 
+    def few(self, state: State, slots: int) -> jax.Array:
+        """Whether the queue is empty and so many slots would do for those under way."""
+        going = jnp.sum((state.phase_S == WRITING) | _waits(state))
+        return (state.next_episode >= state.count) & (going <= slots)
+
+    def narrowed(self, state: State) -> State:
+        """A state of more slots, of which no more are under way than this engine has, as one of
+        this engine; finished episodes are handed in."""
+        phase_S, N = state.phase_S, len(state.out.length_N)
+        going_S = (phase_S == WRITING) | _waits(state)
+        kept_W = jnp.argsort(~going_S, stable=True)[: self.spec.slots]
+        there_W = going_S[kept_W]
+        per_slot = {
+            name: jax.tree.map(lambda x: x[kept_W], getattr(state, name))
+            for name in ("cache", "rows", "automaton_S", "opened_SA", "skip_SA")
+            + ("written_S", "turn_S")
+        }
+        return dataclasses.replace(
+            state,
+            **per_slot,
+            episode_S=jnp.where(there_W, state.episode_S[kept_W], N),
+            phase_S=jnp.where(there_W, phase_S[kept_W], IDLE),
+            out=_hand_in(state),
+        )
+
     def fits(self, state: State, length: int) -> jax.Array:
         """Whether a cache of that length has room for what the next piece may write."""
         there_S = state.episode_S < len(state.out.length_N)
@@ -262,7 +309,7 @@ class Engine:
         (tokens that went through the policy in them), and the shares of all slots and steps in
         which a slot was writing (`slot_utilisation`) or waiting (`slot_waiting`)."""
         work = state.work
-        whole = jnp.maximum(work.decode_steps * self.spec.slots, 1)
+        whole = jnp.maximum(work.slot_steps, 1)
         return {
             "decode_steps": work.decode_steps,
             "passes": work.passes,
@@ -337,6 +384,7 @@ class Engine:
             work=dataclasses.replace(
                 state.work,
                 decode_steps=state.work.decode_steps + 1,
+                slot_steps=state.work.slot_steps + self.spec.slots,
                 writing=state.work.writing + jnp.sum(writing_S, dtype=jnp.int32),
                 waiting=state.work.waiting + jnp.sum(_waits(state), dtype=jnp.int32),
             ),

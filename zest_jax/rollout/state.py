@@ -53,6 +53,8 @@ class RolloutSpec:
       block_tokens: tokens of a slot that go through it at a time.
       cache_stages: lengths of the cache that are compiled; it begins with the shortest and grows as
         the longest episode under way does. For readers that go over the whole of it (XLA).
+      narrowings: how often the slots are halved at the end: when the queue is empty and no more
+        than half of them are under way, those go on alone. Each is compiled.
       truncation: which tokens may be drawn.
     """
 
@@ -68,12 +70,13 @@ class RolloutSpec:
     block_slots: int = 32
     block_tokens: int = 32
     cache_stages: int = 1
+    narrowings: int = 0
     truncation: Truncation = Truncation()
 
     def __post_init__(self):
         least = {"slots": 1, "prompt_length": 1, "action_length": 1, "observation_length": 0}
         least |= {"searches": 0, "query_length": 1, "queries": 1, "response_length": 0}
-        least |= {"block_slots": 1, "block_tokens": 1, "cache_stages": 1}
+        least |= {"block_slots": 1, "block_tokens": 1, "cache_stages": 1, "narrowings": 0}
         for name, limit in least.items():
             if getattr(self, name) < limit:
                 raise ValueError(f"{name} is {limit} or more, not {getattr(self, name)}")
@@ -95,6 +98,12 @@ class RolloutSpec:
         return -(-longest // self.block_tokens) * self.block_tokens
 
     @property
+    def narrower(self) -> tuple[int, ...]:
+        """Slots after each halving."""
+        halves = (-(-self.slots // 2**n) for n in range(1, self.narrowings + 1))
+        return tuple(sorted({n for n in halves if n < self.slots}, reverse=True))
+
+    @property
     def cache_lengths(self) -> tuple[int, ...]:
         """Lengths that the cache has one after the other.
 
@@ -112,6 +121,7 @@ class Work:
 
     Attributes:
       decode_steps: decoding steps.
+      slot_steps: slots that there were, summed over the steps.
       writing: slots that wrote, summed over the steps.
       waiting: slots that waited for a search or a correction, summed over the steps.
       passes: `extend` calls.
@@ -119,6 +129,7 @@ class Work:
     """
 
     decode_steps: jax.Array
+    slot_steps: jax.Array
     writing: jax.Array
     waiting: jax.Array
     passes: jax.Array
