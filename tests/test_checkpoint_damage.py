@@ -1,5 +1,7 @@
 """Checkpoints that are not what was saved: noticed, said, and the one before used."""
 
+import asyncio
+import gc
 import json
 import resource
 import shutil
@@ -12,7 +14,7 @@ import pytest
 from zest_jax import cli
 from zest_jax.checkpoint import CheckpointError, Checkpoints
 from zest_jax.checksums import checksums
-from zest_jax.errors import UserError
+from zest_jax.errors import Stopped, UserError
 
 
 def state_of(value: float) -> dict:
@@ -130,6 +132,40 @@ def test_a_larger_state_than_the_device_is_no_damage(tmp_path, monkeypatch):
         with pytest.raises(Exception, match="full|RESOURCE"):
             checkpoints.restore(state_of(0))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["1", "2"]
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, Stopped])
+def test_what_interrupts_a_read_is_no_damage(tmp_path, monkeypatch, kind):
+    make(tmp_path)
+    interrupt = kind() if kind is KeyboardInterrupt else kind("stopped", 0)
+
+    def restore(*_, **__):
+        try:
+            raise interrupt
+        except BaseException as error:
+            raise Exception("Encountered error while reading") from error  # as orbax does
+
+    with Checkpoints(tmp_path) as checkpoints:
+        with monkeypatch.context() as patch, pytest.raises(kind):
+            patch.setattr(checkpoints._manager, "restore", restore)
+            checkpoints.restore(state_of(0))
+        assert checkpoints.restore(state_of(0))[0] == 2
+
+
+def test_tasks_that_fail_beside_the_first_are_not_told_of(tmp_path, caplog):
+    Checkpoints(tmp_path).close()  # from here on
+
+    async def fails(said):
+        raise ValueError(said)
+
+    async def both():
+        for said in ('Failed to write: File too large [tensorstore_spec="…"]', "another's"):
+            asyncio.ensure_future(fails(said))
+        await asyncio.sleep(0)
+
+    asyncio.run(both())
+    gc.collect()
+    assert [r.levelname for r in caplog.records] == ["ERROR"] and "another's" in caplog.text
 
 
 def test_a_failed_write_is_raised_later_and_says_why(tmp_path):

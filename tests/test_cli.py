@@ -223,3 +223,15 @@ def test_libtpu_is_told_that_there_is_no_tpu_only_where_there_is_none(tmp_path, 
     assert os.environ["TPU_ACCELERATOR_TYPE"] and os.environ["TPU_WORKER_HOSTNAMES"] == "mine"
     for name in ("TPU_SKIP_MDS_QUERY", "TPU_ACCELERATOR_TYPE"):
         os.environ.pop(name)
+
+
+def test_an_interrupt_after_the_end_changes_nothing():
+    """It comes while the interpreter takes itself down."""
+    program = (
+        "import atexit, os, sys\n"
+        "from zest_jax import cli\n"
+        "atexit.register(os.kill, os.getpid(), 2)\n"
+        "sys.exit(cli.program(lambda *_: None, needs_config=False, needs_workdir=False)())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

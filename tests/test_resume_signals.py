@@ -107,6 +107,28 @@ def test_a_signal_elsewhere_waits_and_a_second_interrupt_does_not(capfd):
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 
+def test_a_signal_waits_where_code_stands_no_exception():
+    passed = []
+    with Stopper() as stop:
+        with pytest.raises(Stopped, match="before the first step of this start") as error:
+            with stop.held():
+                signal.raise_signal(signal.SIGTERM)
+                passed.append("first")
+        assert error.value.at_once
+    with Stopper() as stop:
+        assert not stop.due()
+        with pytest.raises(KeyboardInterrupt), stop.held():
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+            passed.append("second")
+    with Stopper() as stop:
+        assert not stop.due()
+        with stop.held():  # in a step, of which something may not be saved
+            signal.raise_signal(signal.SIGTERM)
+        assert stop.due()
+    assert passed == ["first", "second"]
+
+
 def test_an_exit_code_that_is_none(monkeypatch):
     monkeypatch.setenv(stopping.PREEMPTED_EXIT, "many")
     with pytest.raises(UserError, match="from 0 to 255"):

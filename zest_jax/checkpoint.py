@@ -247,6 +247,7 @@ class Checkpoints:
         try:
             yield
         except Exception as error:
+            _raise_interrupt(error)
             self._scores.pop(number or 0, None)
             said = f"checkpoint {number} could not be written: {_short(error)}"
             raise CheckpointError(said) from error
@@ -326,9 +327,19 @@ def _damage() -> Iterator[None]:
     except (DamagedError, MemoryError, PermissionError):
         raise
     except Exception as error:
+        _raise_interrupt(error)
         if any(word in str(error) for word in _NO_DAMAGE):
             raise
         raise DamagedError(_short(error)) from error
+
+
+def _raise_interrupt(error: BaseException) -> None:
+    """Raises the Ctrl-C that orbax, which catches whatever is raised, has told as an error."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, KeyboardInterrupt | Stopped):
+            raise cause from None
+        cause = cause.__cause__ or cause.__context__
 
 
 @contextmanager
@@ -372,17 +383,24 @@ def _bound_like(restored: jax.Array, like: jax.Array) -> jax.Array:
 
 
 class _RaisedAnyway(logging.Filter):
-    """Drops what orbax's threads log about an exception that their caller is then given."""
+    """Drops what is logged, with tracebacks, about an exception that orbax's caller is then given:
+    by orbax's threads, and by asyncio of tasks that failed beside the first that did."""
 
     SAID = (
         "_SignalingThread.run() raised an exception",
         "Handler Commit operations or the Commit callback in background save thread",
         "[wait_until_finished] Save Finalize thread",
         "Checkpointer failed: one or more items may not be finalized",
+        "Failed to write metadata=",
+        "Failed to update metadata=",
     )
 
     def filter(self, record: logging.LogRecord) -> bool:
-        return not any(each in str(record.msg) for each in self.SAID)
+        said = str(record.msg)
+        if record.name == "asyncio":
+            ours = any(word in said for word in ("orbax", "tensorstore"))
+            return not (ours and "exception was never retrieved" in said)
+        return not any(each in said for each in self.SAID)
 
 
 _RAISED_ANYWAY = _RaisedAnyway()
@@ -394,7 +412,8 @@ def _quieten() -> None:
     Where one write or read fails, orbax leaves its event loop while others are still under way, and
     a traceback is printed for each of them, or for its coroutine when that is collected.
     """
-    logging.getLogger("absl").addFilter(_RAISED_ANYWAY)
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).addFilter(_RAISED_ANYWAY)
     before = sys.unraisablehook
     if getattr(before, "_quiet", False):
         return

@@ -20,6 +20,7 @@ import errno
 import inspect
 import logging
 import os
+import signal
 import sys
 import traceback
 import warnings
@@ -129,7 +130,7 @@ def program(
             flags.FLAGS.mark_as_parsed()
             _hush_libtpu()
             main(config, values.workdir, *((values,) if define else ()))
-            return EXIT_OK
+            return _decided(EXIT_OK, as_program)
         except (Exception, KeyboardInterrupt, Stopped) as error:
             code, sentence = explain(error, memory_hint)
             if code == EXIT_BUG:
@@ -148,9 +149,18 @@ def program(
                 # segmentation fault if the interpreter is taken down around it.
                 sys.stdout.flush()
                 os._exit(code)
-            return code
+            return _decided(code, as_program)
 
     return entry
+
+
+def _decided(code: int, as_program: bool) -> int:
+    """The exit code, once nothing is left but the interpreter's own end: a Ctrl-C that comes there
+    skips the rest of it, and is no error of ours with a traceback."""
+    if as_program and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        sys.stdout.flush()
+        signal.signal(signal.SIGINT, lambda *_: os._exit(code))
+    return code
 
 
 def explain(error: BaseException, memory_hint: str = MEMORY_HINT) -> tuple[int, str]:

@@ -6,7 +6,8 @@
         for step in …:
             update()
             if stop.due():           # asked once a step, by all processes alike
-                save()
+                with stop.held():    # a signal waits for the block's end
+                    save()
                 stop.end(step)
 
 A machine that is taken back announces it by SIGTERM, or by a notice (`preemption.py`). JAX's own
@@ -55,6 +56,7 @@ class Stopper:
         self._interrupts = 0
         self._saved_at: int | None = None
         self._at_once = False
+        self._held = False
         self._before: dict[signal.Signals, Any] = {}
         self._watcher: threading.Thread | None = None
         self._quitting = threading.Timer(GRACE, _quit)
@@ -107,6 +109,25 @@ class Stopper:
         if self.due():
             self.end(step)
 
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """While within, a signal raises nothing: what has come is raised at the end.
+
+        For code that does not stand an exception between any two of its instructions: an event
+        loop drops one that was raised in a callback of its own, with a traceback, and orbax tells
+        one as an error of reading. A second Ctrl-C still ends the program within GRACE.
+
+        Raises:
+          Stopped: a signal has come where it ends the run at once.
+          KeyboardInterrupt: two Ctrl-C have.
+        """
+        self._held = True
+        try:
+            yield
+        finally:
+            self._held = False
+        self._raise()
+
     def __enter__(self) -> Stopper:
         if threading.current_thread() is not threading.main_thread():
             return self
@@ -151,13 +172,17 @@ class Stopper:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """In the main thread, between two of its instructions."""
         self._got = max(self._got, 1 + SIGNALS.index(signal.Signals(number)))
-        if number == signal.SIGINT:
-            self._interrupts += 1
-            if self._interrupts > 1:
-                raise KeyboardInterrupt
+        self._interrupts += number == signal.SIGINT
+        if not self._held:
+            self._raise(number == signal.SIGINT)
+
+    def _raise(self, interrupted: bool = True) -> None:
+        """What a signal that has come raises here; nothing if it waits for the end of a step."""
+        if interrupted and self._interrupts > 1:
+            raise KeyboardInterrupt
         import jax
 
-        if self._at_once and not jax.distributed.is_initialized():
+        if self._got and self._at_once and not jax.distributed.is_initialized():
             self._at_once = False
             raise self._stopped(self._saved_at, at_once=True)
 

@@ -78,9 +78,6 @@ def run(
     c: Any, workdir: Workdir, progress: Progress, stop: Stopper, place: Placement, device: str
 ) -> None:
     """The run itself."""
-    # ------------------------------------------------------------------------------------------
-    # What is told while it runs
-    # ------------------------------------------------------------------------------------------
     begun, traces, say = time.perf_counter(), TraceCounter(), progress.say
     # ------------------------------------------------------------------------------------------
     # World, policy, retriever, samplers
@@ -143,8 +140,9 @@ def run(
     # ------------------------------------------------------------------------------------------
     phases = assembly.phases(c)
     state = place.params(assembly.initial_state(c, parts))
-    checkpoints = resume.checkpoints_of(c, workdir, say)
-    state, host, resumed = resume.begin(checkpoints, state, parts, say)
+    with stop.held():
+        checkpoints = resume.checkpoints_of(c, workdir, say)
+        state, host, resumed = resume.begin(checkpoints, state, parts, say)
     idle = Idle([role for role in ("solver", "proposer") if role in state], c.training.offload_idle)
     state = idle.bind(state)
     pool = Pool.from_json(host["pool"])
@@ -168,7 +166,7 @@ def run(
         return assembly.random_key(c.seed, word, host["step"])
 
     def save(score: float | None = None) -> None:
-        with watch("checkpoint"):
+        with watch("checkpoint"), stop.held():
             # Numbered by save, not by step: the end of a phase changes the state without a step.
             host.update(saves=host["saves"] + 1, records=metrics.count, pool=pool.to_json())
             host.update(seconds=watch.seconds, retraces=retraces_before + traces.retraces)

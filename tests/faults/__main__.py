@@ -15,6 +15,7 @@ import concurrent.futures
 import importlib.metadata
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -24,6 +25,9 @@ TESTS = Path(__file__).resolve().parents[1]
 
 def _environment() -> None:
     """As of the suite (`conftest.py`); before JAX is imported anywhere."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # As of a shell's background jobs: the runs would inherit that, and not hear Ctrl-C.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["HF_HUB_OFFLINE"] = "1"
     fusion = importlib.metadata.version("jaxlib").startswith("0.10.")

@@ -120,7 +120,7 @@ class Campaign:
     def work(self, story: str, kinds: Sequence[str], tell: Callable[..., list[Fault]]) -> None:
         """Tells stories until there is no fault of the kinds left."""
         fruitless = 0
-        while self.wants(kinds) and fruitless < 3:
+        while self.wants(kinds) and fruitless < 10:
             name = self.name(story)
             rng = random.Random(f"{self.seed} {name}")
             begun = time.monotonic()

@@ -41,6 +41,7 @@ class Story:
     def __init__(self, campaign: Campaign, name: str, rng: random.Random):
         self.campaign, self.name, self.rng = campaign, name, rng
         self.workdir = campaign.folder / "stories" / name / "run"
+        shutil.rmtree(self.workdir.parent, ignore_errors=True)  # of an earlier campaign
         self.every = rng.choice((1, 1, 2, 3))
         self.faults: list[Fault] = []
         self.starts = 0
