@@ -21,10 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
-from jax.experimental import multihost_utils
 
 from zest_jax.checksums import checksums
 from zest_jax.errors import Stopped, UserError
+from zest_jax.parallel import hosts
 
 ASIDE = "damaged-"  # before the number of a checkpoint that was found damaged
 _SHOWN = 200  # characters of what a library says
@@ -36,6 +36,10 @@ class CheckpointError(Exception):
 
 class DamagedError(Exception):
     """A checkpoint is not what was saved; says in what."""
+
+
+class UnreadableError(Exception):
+    """Another process cannot read a checkpoint that may be good; says which, and why."""
 
 
 def _to_stderr(text: str) -> None:
@@ -74,15 +78,17 @@ class Checkpoints:
         if keep_best:
             policies.append(_Best(self._scores))
         self._folder = epath.Path(folder) if "://" in str(folder) else epath.Path(folder).resolve()
-        self._manager = self._opened(
-            ocp.CheckpointManagerOptions(
-                create=not self._reads_only,
-                # What a kill left half-written; a reader may look on while a run is writing.
-                cleanup_tmp_directories=not self._reads_only,
-                preservation_policy=ocp.checkpoint_managers.AnyPreservationPolicy(policies),
-                enable_async_checkpointing=asynchronous and not self._reads_only,
-            )
+        self._options = ocp.CheckpointManagerOptions(
+            create=not self._reads_only,
+            # What a kill left half-written; a reader may look on while a run is writing.
+            cleanup_tmp_directories=not self._reads_only,
+            preservation_policy=ocp.checkpoint_managers.AnyPreservationPolicy(policies),
+            enable_async_checkpointing=asynchronous and not self._reads_only,
+            # Orbax's own notes are not needed, and it would give up where one's are damaged.
+            lightweight_initialize=True,
         )
+        self._manager = ocp.CheckpointManager(self._folder, options=self._options)
+        self._reader = _reader()
         for number in self._manager.all_steps() if keep_best else ():
             try:
                 score = self._read_host(number)["score"]
@@ -90,37 +96,6 @@ class Checkpoints:
                 continue  # said when it is restored
             if score is not None:
                 self._scores[number] = score
-
-    def _opened(self, options: Any) -> Any:
-        """Orbax's manager. It reads notes of its own in every checkpoint first, and gives up where
-        one's are damaged: that checkpoint is then found by leaving out one after the other."""
-        try:
-            return ocp.CheckpointManager(self._folder, options=options)
-        except Exception as error:
-            if self._reads_only or jax.process_count() > 1:
-                raise
-            there = [int(p.name) for p in self._folder.iterdir() if p.name.isdigit()]
-            for number in sorted(there, reverse=True):
-                here, aside = self._folder / str(number), self._folder / f"{ASIDE}{number}"
-                if aside.exists():
-                    continue
-                here.rename(aside)
-                try:
-                    manager = ocp.CheckpointManager(self._folder, options=options)
-                except Exception:
-                    aside.rename(here)
-                    continue
-                said = f"checkpoint {number} is damaged ({_short(error)})"
-                if not manager.all_steps():
-                    manager.close()
-                    aside.rename(here)
-                    raise UserError(
-                        f"no checkpoint in {self._folder} can be restored: {said}; bring a copy of "
-                        "it back, or begin in another workdir."
-                    ) from error
-                self._say(f"{said}; it is left out")
-                return manager
-            raise
 
     @property
     def latest(self) -> int | None:
@@ -137,7 +112,9 @@ class Checkpoints:
 
         Read from the host states' `step`: the end of a phase is saved without an update, so that
         several checkpoints may have the same one. One whose host state is damaged is left out.
+        Waits for a save that is going on.
         """
+        self.wait()
         found = {}
         for number in sorted(self._manager.all_steps()):
             try:
@@ -200,7 +177,9 @@ class Checkpoints:
         Raises:
           ValueError: there is no checkpoint.
           UserError: the one that was asked for is damaged, or all are.
+          CheckpointError: a save that was still going on failed.
         """
+        self.wait()
         numbers = sorted(self._manager.all_steps(), reverse=True) if number is None else [number]
         if not numbers:
             raise ValueError("there is no checkpoint to restore")
@@ -227,6 +206,7 @@ class Checkpoints:
         """Waits for the last save and frees what orbax holds."""
         with self._writing():
             self._manager.close()
+            self._reader.close()
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -256,7 +236,7 @@ class Checkpoints:
         """The host state with its score and checksums, and with the CRC that it should have."""
         with _damage():
             args = ocp.args.Composite(host=ocp.args.JsonRestore())
-            noted = dict(self._manager.restore(number, args=args)["host"])
+            noted = dict(self._reader.restore(self._folder / str(number), args)["host"])
             crc = noted.pop("crc32")
             if crc != _crc(noted):
                 raise DamagedError("its host state is not what was saved")
@@ -267,13 +247,14 @@ class Checkpoints:
 
         Raises:
           DamagedError: some process finds it damaged.
+          UnreadableError: another process cannot read it for another reason.
         """
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
         with _alike():
             noted = self._read_host(number)
         with _alike(), _damage():
             args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
-            state = self._manager.restore(number, args=args)["state"]
+            state = self._reader.restore(self._folder / str(number), args)["state"]
             jax.block_until_ready(state)
         found, saved = checksums(state), noted["sums"]
         wrong = [name for name in found if found[name] != saved.get(name)]
@@ -286,15 +267,17 @@ class Checkpoints:
         """Frees the numbers of damaged checkpoints, which later saves will want."""
         if not numbers or self._reads_only:
             return
-        if jax.process_index() == 0:
+
+        def move() -> None:
             for number in numbers:
                 aside = self._folder / f"{ASIDE}{number}"
                 if aside.exists():
                     aside.rmtree()
                 (self._folder / str(number)).rename(aside)
-        if jax.process_count() > 1:
-            multihost_utils.sync_global_devices("damaged checkpoints are moved aside")
-        self._manager.reload()
+
+        hosts.told(move)
+        self._manager.close()
+        self._manager = ocp.CheckpointManager(self._folder, options=self._options)
         for number in numbers:
             self._scores.pop(number, None)
 
@@ -333,6 +316,21 @@ def _damage() -> Iterator[None]:
         raise DamagedError(_short(error)) from error
 
 
+def _reader() -> Any:
+    """What reads checkpoints: each process for itself, since one that fails in orbax's manager
+    leaves the others waiting in a barrier."""
+    me = jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=me, active_processes={me}, barrier_sync_key_prefix=f"reader{me}"
+    )
+    handler = ocp.CompositeCheckpointHandler(
+        composite_options=ocp.CompositeOptions(multiprocessing_options=alone),
+        state=ocp.StandardCheckpointHandler(multiprocessing_options=alone),
+        host=ocp.JsonCheckpointHandler(multiprocessing_options=alone),
+    )
+    return ocp.Checkpointer(handler, multiprocessing_options=alone)
+
+
 def _raise_interrupt(error: BaseException) -> None:
     """Raises the Ctrl-C that orbax, which catches whatever is raised, has told as an error."""
     cause: BaseException | None = error
@@ -348,16 +346,22 @@ def _alike() -> Iterator[None]:
     if jax.process_count() == 1:
         yield
         return
-    error: DamagedError | None = None
+    error: Exception | None = None
     try:
         yield
-    except DamagedError as found:
+    except Exception as found:
         error = found
-    good = multihost_utils.process_allgather(np.array(error is None))
-    if error is not None:
+    mine = None if error is None else (isinstance(error, DamagedError), _short(error))
+    wrong = {n: told for n, told in enumerate(hosts.gathered(mine)) if told is not None}
+    if not wrong:
+        return
+    # What is no damage on one of them ends all of them.
+    number = min(wrong, key=lambda n: (wrong[n][0], n))
+    damaged, said = wrong[number]
+    if error is not None and isinstance(error, DamagedError) == damaged:
         raise error
-    if not good.all():
-        raise DamagedError(f"process {int(np.argmin(good))} cannot read it")
+    kind = DamagedError if damaged else UnreadableError
+    raise kind(f"process {number} cannot read it: {said}") from error
 
 
 def _short(error: BaseException) -> str:
