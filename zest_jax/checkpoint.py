@@ -351,7 +351,10 @@ def _alike() -> Iterator[None]:
         yield
     except Exception as found:
         error = found
-    mine = None if error is None else (isinstance(error, DamagedError), _short(error))
+    mine = None
+    if error is not None:
+        bad = isinstance(error, DamagedError)
+        mine = bad, str(error) if bad else _short(error)
     wrong = {n: told for n, told in enumerate(hosts.gathered(mine)) if told is not None}
     if not wrong:
         return

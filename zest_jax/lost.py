@@ -3,6 +3,9 @@
 JAX's coordination service notices that a process sends no heartbeats, and then ends all others by
 `abort` from a thread of its own, where no Python runs; there a C handler says what happened. What
 a collective raises meanwhile (a connection reset, say) is told by the same sentence (`tells`).
+
+A process that ends of an error of its own says so through that service (`leave`), and the others,
+which listen (`listen`), end within seconds and tell its reason.
 """
 
 from __future__ import annotations
@@ -11,6 +14,9 @@ import ctypes
 import os
 import signal
 import sys
+import threading
+import time
+from typing import Any
 
 from zest_jax.errors import EXIT_LOST
 
@@ -27,6 +33,11 @@ _GONE = (
     *("Connection reset by peer", "Connection closed by peer", "Socket closed", "heartbeat"),
     *("Barrier timed out", "already in error"),
 )
+LISTENS_EVERY = 1.0  # seconds
+# Seconds after which others follow one that has left: those with the same error end by themselves.
+FOLLOWS = 3.0
+_LEFT = "zest_jax/left/"  # with a process's number, the key under which it says why
+_leaving = threading.Event()
 _keep: list[object] = []  # the handler, which C alone refers to
 
 
@@ -72,3 +83,73 @@ def speak_at_abort() -> None:
     libc.signal.argtypes, libc.signal.restype = [ctypes.c_int, kind], ctypes.c_void_p
     libc.signal(int(signal.SIGABRT), handler)
     _keep.append(handler)
+
+
+def listen() -> None:
+    """Lets this process end, with a sentence, soon after another one has left.
+
+    Only for a process that is one of several.
+    """
+    threading.Thread(target=_follow, name="zest_jax-lost", daemon=True).start()
+
+
+def leave(why: str, waits: bool = True) -> bool:
+    """Tells the other processes why this one ends.
+
+    Args:
+      why: a sentence.
+      waits: whether to give them a moment to leave as well.
+
+    Returns:
+      Whether all of them leave by themselves, as where all have the same error.
+    """
+    _leaving.set()
+    told: dict[int, str] = {}
+
+    def tell() -> None:  # in a thread: without the first process there is nobody to answer
+        import jax
+
+        client = _service()
+        client.key_value_set(f"{_LEFT}{jax.process_index()}", why, allow_overwrite=True)
+        while len(told) < jax.process_count():
+            told.update(_left(client))
+            time.sleep(0.1)
+
+    teller = threading.Thread(target=_quietly, args=(tell,), daemon=True)
+    teller.start()
+    teller.join(FOLLOWS + LISTENS_EVERY + 1 if waits else 0.5)
+    return bool(told) and not teller.is_alive()
+
+
+def _follow() -> None:
+    def wait() -> None:
+        while not (told := _left(_service())):
+            time.sleep(LISTENS_EVERY)
+        if not _leaving.wait(FOLLOWS):
+            number, why = min(told.items())
+            said = sentence(f" (process {number}: {why.strip().rstrip('.')})")
+            os.write(2, f"\nzest_jax: {said}\n".encode())
+            os._exit(EXIT_LOST)
+
+    _quietly(wait)
+
+
+def _quietly(work: Any) -> None:
+    """Where the service is gone there is nobody to ask, and JAX ends this process by itself."""
+    try:
+        work()
+    except Exception:
+        return
+
+
+def _service() -> Any:
+    """The client of JAX's coordination service, which JAX offers no public name for."""
+    from jax._src import distributed
+
+    return distributed.global_state.client
+
+
+def _left(client: Any) -> dict[int, str]:
+    """Why processes have left, by their numbers."""
+    found = client.key_value_dir_get(_LEFT)
+    return {int(key.rpartition("/")[2]): why for key, why in found}

@@ -86,6 +86,7 @@ def _join(arguments: dict[str, Any]) -> bool:
     several = jax.process_count() > 1
     if several:
         lost.speak_at_abort()
+        lost.listen()
     return several
 
 
