@@ -22,8 +22,16 @@ def place(tmp_path_factory):
     return place
 
 
-def run_together(place: Place, workdir: Path, *more: str, processes: int = 1, devices: int = 1):
-    """Starts the processes of a run, waits for their ends, and gives their output."""
+def run_together(
+    place: Place,
+    workdir: Path,
+    *more: str,
+    processes: int = 1,
+    devices: int = 1,
+    bucket: bool = False,
+):
+    """Starts the processes of a run, waits for their ends, and gives their output; in a `bucket`
+    for which the workdir stands."""
     port = free_port()
 
     def one(number: int):
@@ -34,6 +42,10 @@ def run_together(place: Place, workdir: Path, *more: str, processes: int = 1, de
                 "ZEST_PROCESSES": str(processes),
                 "ZEST_PROCESS": str(number),
             }
+        if bucket:
+            arguments = place.arguments(f"gs://{workdir.name}", *SHORT, *more)
+            arguments = [str(workdir.parent), "train", *arguments]
+            return place.run(arguments, "tests.in_a_bucket", variables=variables)
         arguments = place.arguments(workdir, *SHORT, *more)
         return place.run(arguments, variables=variables)
 
@@ -72,12 +84,15 @@ def alone(place):
 
 
 def test_two_processes_have_the_curve_of_one(place, alone):
+    """Their workdir in a bucket, and moments that wait in pinned memory, change nothing."""
     workdir = place.folder / "two"
-    first, second = run_together(place, workdir, processes=2)
+    idle = "--config.training.offload_idle=True"
+    first, second = run_together(place, workdir, idle, processes=2, bucket=True)
     assert_alike(alone, workdir)
     # One of them speaks, and writes the report.
     assert "held-out EM" in first.stderr and "held-out EM" not in second.stderr
     assert json.loads((workdir / "report.json").read_text("utf-8"))["retraces"] == 0
+    assert (workdir / "checkpoints").is_dir() and not (workdir / ".lock").exists()
     slowest = [r["time/slowest_over_median"] for r in records(workdir) if "solver/em" in r]
     assert slowest and min(slowest) >= 1.0
 

@@ -150,6 +150,12 @@ def test_batches_of_proposals_are_kept_too(run, tmp_path, scored):
     assert jax.tree.structure(back.batch) == jax.tree.structure(batch)
     jax.tree.map(np.testing.assert_array_equal, back.batch, batch)
     assert back.advantage_N is None and back.bad == tried.bad
+    # The folder in which a run works whose workdir is a bucket is gone when somebody reads this.
+    bucket = tmp_path / "bucket" / "mine"
+    with Workdir(tmp_path / "local", checkpoints=bucket / "checkpoints") as workdir:
+        keep_tried(workdir, c, tried, {"x": jnp.ones(2)}, {"step": 2}, said.append)
+    assert f"copy {bucket} to runs/mine" in said[1] and "--workdir=runs/mine tells" in said[1]
+    assert "local" not in said[1] and (bucket / "not_finite" / "state").is_dir()
 
 
 def test_a_rollout_without_contrast_still_stops_the_update_where_it_is_no_number(run):

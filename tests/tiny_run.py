@@ -88,10 +88,11 @@ class Place:
         prefix: tuple[str, ...] = (),
         variables: Mapping[str, str] = MappingProxyType({}),
     ) -> subprocess.Popen:
-        """Starts a program; `prefix` stands before its command, `variables` are of its
-        environment."""
+        """Starts a program of `zest_jax`, or a module; `prefix` stands before its command,
+        `variables` are of its environment."""
+        module = program if "." in program else f"zest_jax.{program}"
         return subprocess.Popen(
-            [*prefix, sys.executable, "-m", f"zest_jax.{program}", *arguments],
+            [*prefix, sys.executable, "-m", module, *arguments],
             cwd=ROOT,
             env=self.environment() | dict(variables),
             stdout=subprocess.PIPE,

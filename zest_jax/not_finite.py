@@ -87,10 +87,14 @@ def keep_tried(
       say: shows a line.
     """
     folder, state_folder = workdir.path / FOLDER, epath.Path(workdir.shared / FOLDER / "state")
+    here, copied = workdir.path, ""
+    if workdir.shared != here:  # in a bucket, where a replay does not look
+        here = Path("runs", workdir.shared.name)
+        copied = f"copy {workdir.shared} to {here} (checkpoints are not needed), then "
     say(
         f"step {tried.step}, phase {tried.phase}: {told(tried.bad)}. The update was not made; "
-        f"its batch and the state before it go to {folder}: python -m zest_jax.replay "
-        f"--workdir={workdir.path} tells where the numbers go wrong."
+        f"its batch and the state before it go to {workdir.shared / FOLDER}: {copied}python -m "
+        f"zest_jax.replay --workdir={here} tells where the numbers go wrong."
     )
     arrays = {name: hosts.fetch(x) for name, x in _flat(tried.batch).items()}
     if tried.advantage_N is not None:
