@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Trains on Cloud TPU: a TPU VM or a pod slice, from your machine through gcloud. docs/tpu.md is the guide.
 #
-#   ./launch_tpu.sh run --name=mine --zone=us-west4-a --type=v5e-16 --spot \
-#     --bucket=gs://my-bucket/runs --config=configs/dr_free.py:qwen2.5-3b
+#   ./launch_tpu.sh run --name=mine --zone=us-west4-a --type=v5e-8 --spot \
+#     --bucket=gs://my-bucket/runs --config=configs/smoke.py
 #
 # makes the slice if it is not there, sets up every worker, starts the program, shows worker 0's
 # log, and after a preemption does it all again, until the run is done. Commands:
@@ -19,6 +19,8 @@
 #   --repo=URL|. --commit=X     the code: by default this checkout's origin and commit; with --repo=. it
 #                               is sent from here
 #   --bucket=gs://…             a run's workdir is BUCKET/NAME unless --workdir is given
+#   --data=gs://…               what the config reads (indexes, tasks, policies): copied to data/ in the
+#                               checkout of every worker, before the program starts
 #   --program=zest_jax.train    the module to run; --env=NAME=VALUE (repeatable) for its environment
 #   --create_flag=… --ssh_flag=…   passed to gcloud as they are (a network, a service account)
 #   --dry_run                   show every command, run none
@@ -34,7 +36,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 command=${1:-help}
 shift || true
 name='' zone='' project='' type='' version='' spot='' reserved='' queued='' dry_run=''
-repo='' commit='' bucket='' program=zest_jax.train worker=0 now='' delete_after=''
+repo='' commit='' bucket='' data='' program=zest_jax.train worker=0 now='' delete_after=''
 envs=() args=() create_flags=() ssh_flags=()
 
 while (($#)); do
@@ -47,7 +49,7 @@ while (($#)); do
       shift
       continue
       ;;
-    __name | __zone | __project | __type | __version | __repo | __commit | __bucket | __program | \
+    __name | __zone | __project | __type | __version | __repo | __commit | __bucket | __data | __program | \
       __worker | __env | __create_flag | __ssh_flag)
       if [[ $1 == *=* ]]; then
         value=${1#*=}
@@ -89,6 +91,8 @@ case $command in
 esac
 [[ $command == run || ${#args[@]} -eq 0 ]] ||
   zest_die "$command does not know ${args[0]}; see ./launch_tpu.sh help" 2
+[[ -z $data || $data == gs://?* ]] || zest_die "--data is a bucket's folder: --data=gs://BUCKET/FOLDER." 2
+[[ -z $data || $command == run || $command == setup ]] || zest_die "--data goes with run or setup." 2
 [[ -z $spot || -z $reserved ]] || zest_die "--spot and --reserved exclude each other." 2
 
 # The value of a flag among the program's arguments, the last if there are several, or nothing.
@@ -110,11 +114,12 @@ if [[ -z $name ]]; then
       zest_die "this is no TPU VM; from your own machine, name a slice: --name=NAME." 2
   fi
   [[ -z $bucket || -n $(given workdir) ]] || zest_die "on a TPU VM itself, give --workdir." 2
+  words=(env ${data:+"ZEST_DATA=$data"} ${envs[@]+"${envs[@]}"} bash scripts/tpu_worker.sh)
   if [[ $command == setup ]]; then
-    zest_do bash scripts/tpu_worker.sh setup
+    zest_do "${words[@]}" setup
     exit
   fi
-  words=(env ${envs[@]+"${envs[@]}"} bash scripts/tpu_worker.sh here "$program")
+  words+=(here "$program")
   words+=(${args[@]+"${args[@]}"})
   if [[ -n $dry_run ]]; then
     zest_do "${words[@]}"
@@ -172,6 +177,8 @@ check_run() {
 
 case $command in
   create)
+    # Only the slice itself can tell, and a dry run does not look at it.
+    [[ -z $dry_run ]] || zest_name_type
     zest_bring_up
     zest_note "and is there to be used, and paid, until it is deleted"
     [[ -n $dry_run ]] || zest_say "$name is ready, and costs money until: $(me_at delete)"

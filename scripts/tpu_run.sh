@@ -1,7 +1,7 @@
 # shellcheck shell=bash
 # A run on a slice, from the machine that watches it: brought up, set up, started, followed, and
 # started again after a preemption. To be sourced after tpu_cloud.sh; the caller also sets program,
-# args, envs, repo, commit, bundle and delete_after, and defines me_at, which tells the command line
+# args, envs, repo, commit, bundle, data and delete_after, and defines me_at, which tells the command line
 # of another command on the same slice.
 #
 # Variables are those of tpu_cloud.sh and of the caller:
@@ -69,7 +69,7 @@ zest_ask() {
   return "$code"
 }
 
-# Brings the code, at the commit, and what it needs to every worker.
+# Brings the code, at the commit, what it needs, and the run's data to every worker.
 zest_set_up() {
   local source=$repo line code=0
   if [[ $repo == . ]]; then
@@ -85,7 +85,9 @@ zest_set_up() {
   line+="; git cat-file -e $commit^{commit} 2>/dev/null"
   line+=" || git fetch --quiet --tags $source HEAD '+refs/heads/*:refs/remotes/zest/*'"
   line+="; git cat-file -e $commit^{commit} 2>/dev/null || exit 42"
-  line+="; git checkout --quiet --force --detach $commit; exec bash scripts/tpu_worker.sh setup"
+  line+="; git checkout --quiet --force --detach $commit; exec env"
+  [[ -z $data ]] || line+=" $(zest_quoted "ZEST_DATA=$data")"
+  line+=" bash scripts/tpu_worker.sh setup"
   zest_ssh all "$line" || code=$?
   ((code != 42)) || zest_die "commit $commit is not in $repo: push it, or send it from here with
 --repo=." 2

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # What launch_tpu.sh asks of a TPU VM. It runs there, in the checkout:
 #
-#   bash scripts/tpu_worker.sh setup                            .venv with the TPU build of JAX
+#   bash scripts/tpu_worker.sh setup                            .venv with the TPU build of JAX; what
+#                                                               the bucket $ZEST_DATA has, in data/
 #   bash scripts/tpu_worker.sh here MODULE ARGUMENTS...         set up, then run in the foreground
 #   bash scripts/tpu_worker.sh start ID [NAME=VALUE...] -- MODULE ARGUMENTS...     run detached
 #   bash scripts/tpu_worker.sh status                           one line for launch_tpu.sh
@@ -45,6 +46,16 @@ setup() {
     hash -r
   fi
   ZEST_FLAVOUR=${ZEST_FLAVOUR:-tpu} zest_venv ""
+  [[ -z ${ZEST_DATA:-} ]] || fetch_data
+}
+
+# Copies what has changed, since a slice may be set up many times.
+fetch_data() {
+  command -v gcloud >/dev/null 2>&1 ||
+    die "gcloud, which copies $ZEST_DATA, is not there; use an image of Cloud TPU."
+  mkdir -p data
+  gcloud storage rsync --quiet --recursive "$ZEST_DATA" data ||
+    die "$ZEST_DATA could not be copied (see above); may the slice's service account read it?"
 }
 
 # A slice of several hosts is one run of as many processes, which JAX itself finds.

@@ -28,11 +28,16 @@ case "${*: -1}" in
   */accelerator-type) echo v5litepod-16 ;;
 esac
 """
-# What a worker copies into a bucket.
+# What a worker copies into a bucket, and from it.
 STORAGE = """#!/bin/bash
-[[ "$1 $2 $3" == "storage cp --quiet" ]] || exit 1
-target=$CLOUD/bucket/${5#gs://}
-mkdir -p "${target%/*}" && cp "$4" "$target"
+case "$1 $2 $3 $4" in
+  "storage cp --quiet "*)
+    target=$CLOUD/bucket/${5#gs://}
+    mkdir -p "${target%/*}" && cp "$4" "$target" ;;
+  "storage rsync --quiet --recursive")
+    [[ -d $6 ]] && cp -r "$CLOUD/bucket/${5#gs://}/." "$6" ;;
+  *) exit 1 ;;
+esac
 """
 OLD_PYTHON = """#!/bin/bash
 [[ "$1 $2 $3" == "-m pip install" ]] || exit 1

@@ -67,6 +67,31 @@ def test_from_nothing_to_a_finished_run(cloud):
     assert head.stdout.decode().strip() == cloud.git("rev-parse", "HEAD")
 
 
+def test_what_the_config_reads_comes_to_every_worker(cloud):
+    cloud.save(workers=2)
+    chains = cloud.path / "bucket/b/its data/chains"
+    chains.mkdir(parents=True)
+    (chains / "pool.json").write_text("a pool")
+    cloud.program("cat data/chains/pool.json")
+    words = ["--data=gs://b/its data", "--config.source.file=data/chains"]
+    done = cloud.run(*words)
+    assert done.returncode == 0 and done.stdout == "a pool", done.stderr
+    assert (cloud.path / "worker-1/zest_jax/data/chains/pool.json").exists()
+    assert cloud.given()[-1] == words[1] and not any("its data" in word for word in cloud.given())
+    shown = cloud.run("--dry_run", *words).stdout
+    setup = next(line for line in shown.splitlines() if "tpu_worker.sh setup" in line)
+    remote = next(word for word in shlex.split(setup) if word.startswith("--command="))
+    assert "ZEST_DATA=gs://b/its data" in shlex.split(remote)
+
+
+def test_data_that_is_not_there_is_said_and_nothing_started(cloud):
+    cloud.make_slice()
+    done = cloud.launch("setup", "--name=mine", "--zone=z", "--repo=.", "--data=gs://b/none")
+    assert done.returncode == 1 and cloud.attempts() == 0
+    assert "gs://b/none could not be copied" in done.stderr
+    assert "workers of mine could not be set up" in done.stderr
+
+
 def test_a_dry_run_shows_what_a_run_does_and_does_nothing(cloud):
     done = cloud.run("--dry_run", "--project=p", *AWKWARD[:4])
     assert done.returncode == 0 and not cloud.calls() and not (cloud.checkout / "runs").exists()
@@ -310,6 +335,9 @@ def test_deleting_what_is_not_there_is_no_mistake(cloud):
         (["run", "--name=mine", "--zone=z", "--config=c"], "say where the run shall live"),
         (["create", "--name=mine"], "say where the slice is"),
         (["create", "--name=mine", "--zone=z"], "say what to ask for"),
+        (["create", "--name=mine", "--zone=z", "--dry_run"], "say what to ask for"),
+        (["run", "--name=mine", "--zone=z", "--data=mine"], "--data is a bucket's folder"),
+        (["logs", "--name=mine", "--zone=z", "--data=gs://b/d"], "--data goes with run or setup"),
         (["create", "--name=mine", "--zone=z", "--type=v5-8"], "there is no type v5-8"),
         (["create", "--name=My_1", "--zone=z"], "lower-case letters"),
         (["create", "--name=mine", "--zone=z", "--spot", "--reserved"], "exclude each other"),
