@@ -142,12 +142,14 @@ def program(
                 warnings.simplefilter("ignore", RuntimeWarning)
                 print(f"zest_jax: {sentence}", file=sys.stderr, flush=True)
             _decided(code, as_program)
-            abrupt = isinstance(error, KeyboardInterrupt) or getattr(error, "at_once", False)
+            quits = isinstance(error, KeyboardInterrupt)
             # Those that are left would wait for the one that is gone.
-            abrupt |= code == EXIT_LOST
+            abrupt = quits or getattr(error, "at_once", False) or code == EXIT_LOST
             if as_program and not isinstance(error, Stopped) and lost.one_of_several():
                 why = sentence or f"an error of its own, {type(error).__name__}: {error}"[:300]
-                abrupt |= not lost.leave(why, waits=not abrupt)
+                if code == EXIT_LOST:
+                    why = "its exchange with another one broke off"
+                abrupt |= not lost.leave(why, waits=not quits)
             if abrupt and as_program:
                 # A compiled step may still be running in a thread of its own, and dies with a
                 # segmentation fault if the interpreter is taken down around it.

@@ -10,12 +10,14 @@ which listen (`listen`), end within seconds and tell its reason.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from zest_jax.errors import EXIT_LOST
@@ -90,7 +92,15 @@ def listen() -> None:
 
     Only for a process that is one of several.
     """
-    threading.Thread(target=_follow, name="zest_jax-lost", daemon=True).start()
+    listener = threading.Thread(target=_quietly, args=(_follow,), daemon=True)
+    listener.start()
+
+    def stop() -> None:
+        # A thread that comes back from JAX while the interpreter is taken down would abort it.
+        _leaving.set()
+        listener.join(FOLLOWS)
+
+    atexit.register(stop)
 
 
 def leave(why: str, waits: bool = True) -> bool:
@@ -104,37 +114,33 @@ def leave(why: str, waits: bool = True) -> bool:
       Whether all of them leave by themselves, as where all have the same error.
     """
     _leaving.set()
-    told: dict[int, str] = {}
+    all_leave = threading.Event()
 
     def tell() -> None:  # in a thread: without the first process there is nobody to answer
         import jax
 
         client = _service()
         client.key_value_set(f"{_LEFT}{jax.process_index()}", why, allow_overwrite=True)
-        while len(told) < jax.process_count():
-            told.update(_left(client))
+        while len(_left(client)) < jax.process_count():
             time.sleep(0.1)
+        all_leave.set()
 
-    teller = threading.Thread(target=_quietly, args=(tell,), daemon=True)
-    teller.start()
-    teller.join(FOLLOWS + LISTENS_EVERY + 1 if waits else 0.5)
-    return bool(told) and not teller.is_alive()
+    threading.Thread(target=_quietly, args=(tell,), daemon=True).start()
+    return all_leave.wait(FOLLOWS + LISTENS_EVERY + 1 if waits else 0.5)
 
 
 def _follow() -> None:
-    def wait() -> None:
-        while not (told := _left(_service())):
-            time.sleep(LISTENS_EVERY)
-        if not _leaving.wait(FOLLOWS):
-            number, why = min(told.items())
-            said = sentence(f" (process {number}: {why.strip().rstrip('.')})")
-            os.write(2, f"\nzest_jax: {said}\n".encode())
-            os._exit(EXIT_LOST)
-
-    _quietly(wait)
+    while not (told := _left(_service())):
+        if _leaving.wait(LISTENS_EVERY):
+            return
+    if not _leaving.wait(FOLLOWS):
+        number, why = min(told.items())
+        said = sentence(f" (process {number}: {why.strip().rstrip('.')})")
+        os.write(2, f"\nzest_jax: {said}\n".encode())
+        os._exit(EXIT_LOST)
 
 
-def _quietly(work: Any) -> None:
+def _quietly(work: Callable[[], None]) -> None:
     """Where the service is gone there is nobody to ask, and JAX ends this process by itself."""
     try:
         work()
