@@ -5,8 +5,10 @@ there when the next is measured.
 """
 
 import argparse
+import gzip
 import json
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -83,6 +85,31 @@ def run_here(case: str, ours: Callable[[dict[str, Any]], dict[str, Any]], peer: 
 
         result = getattr(peer_transformers, peer)(fields)
     print(json.dumps(result))
+
+
+def copies(folder: str) -> dict[str, dict[str, int]]:
+    """What a profile (`jax.profiler.trace`) shows to have travelled between host and device.
+
+    Args:
+      folder: where it was written.
+
+    Returns:
+      By the name of the copy (MemcpyD2H, …): how many there were, and the bytes of all and of the
+      largest, where the profile tells.
+    """
+    out: dict[str, dict[str, int]] = {}
+    for path in Path(folder).rglob("*.trace.json.gz"):
+        for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]:
+            name = str(event.get("name", ""))
+            if event.get("ph") != "X" or not name.startswith("Memcpy"):
+                continue
+            told = re.search(r"size:(\d+)", json.dumps(event.get("args", {})))
+            size = int(told[1]) if told else 0
+            kind = out.setdefault(name, {"count": 0, "bytes": 0, "largest": 0})
+            kind["count"] += 1
+            kind["bytes"] += size
+            kind["largest"] = max(kind["largest"], size)
+    return out
 
 
 def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:

@@ -22,6 +22,7 @@ It is given one batch of as many episodes as there are slots, and every action t
 
 import dataclasses
 import functools
+import json
 import time
 from typing import Any
 
@@ -88,6 +89,7 @@ def ours(case: dict[str, Any]) -> dict[str, Any]:
         wait_fraction=case["wait"],
         block_tokens=case["block_tokens"],
         block_slots=case["block_slots"],
+        narrowings=case["narrowings"],
     )
 
     def program(spec: Any) -> Any:
@@ -106,6 +108,7 @@ def ours(case: dict[str, Any]) -> dict[str, Any]:
     if case.get("trace"):
         with jax.profiler.trace(case["trace"]):
             run()
+        timed["copies"] = harness.copies(case["trace"])
     sampled = int(np.asarray(out.mask_NL).sum())
     steps = int(counters["decode_steps"])
     result = timed | {
@@ -247,13 +250,14 @@ def main() -> None:
     p.add_argument("--wait", type=float, default=0.06, help="wait_fraction of the search case")
     p.add_argument("--block_slots", type=int, default=16)
     p.add_argument("--block_tokens", type=int, default=128)
-    p.add_argument("--trace", default="", help="folder for a profile of one call")
+    p.add_argument("--narrowings", type=int, default=0, help="halvings of the slots at the end")
+    p.add_argument("--trace", default="", help="folder for a profile of one call; copies told")
     p.add_argument("--peer", action=harness.argparse.BooleanOptionalAction, default=True)
     a = p.parse_args()
     if a.case:
         return harness.run_here(a.case, ours, "rollout")
     names = ("prompt", "new", "turns", "observation", "passages", "dimension")
-    names = (*names, "block_tokens", "block_slots")
+    names = (*names, "block_tokens", "block_slots", "narrowings")
     shape = {k: getattr(a, k) for k in (*names, "steps", "trace")}
     rows: list[dict[str, Any]] = []
     with_peer = a.peer and harness.has_torch_gpu()
@@ -267,6 +271,8 @@ def main() -> None:
                     case = {"engine": engine, "wait": wait} | about | shape
                     rows.append(harness.run_case("benchmarks.rollout", case))
                     print(harness.table(rows[-1:], COLUMNS), flush=True)
+                    if "copies" in rows[-1]:
+                        print(f"copies in one call: {json.dumps(rows[-1]['copies'])}")
                     if "passes" in rows[-1]:
                         print(harness.table(rows[-1:], SPLIT), flush=True)
     print("\n" + harness.table(rows, COLUMNS))
