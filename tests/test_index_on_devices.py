@@ -27,7 +27,7 @@ from zest_jax.retrieval.interface import Passage
 from zest_jax.retrieval.layout import Layout
 from zest_jax.retrieval.open_device import DeviceFolder
 from zest_jax.retrieval.passages import tokenise, tokenizer_card, tokens_key
-from zest_jax.retrieving import build_index_retrieval
+from zest_jax.retrieving import build_index_retrieval, index_bytes
 from zest_jax.rollout.protocols import PLAIN_SEARCH
 
 HERE = Path(__file__).parent
@@ -192,3 +192,17 @@ def test_where_it_cannot_be_and_why(tmp_path, qwen, monkeypatch):
     monkeypatch.setattr(room.jax, "local_devices", lambda: [Small()])
     with pytest.raises(UserError, match="the vectors of .*ready take .* share the index over more"):
         build_index_retrieval(*described(ready, qwen))
+
+
+def test_what_an_index_takes_before_it_is_opened(tmp_path, qwen):
+    """The mesh is chosen with room for it; nothing is laid on devices where the host is asked."""
+    index = save_index(tmp_path / "index")
+    config = described(index, qwen, top_k=2)[0]
+    # Vectors of 32 float32, and half of an observation of 64 ids, four bytes each.
+    assert index_bytes(config) == len(PASSAGES) * (4 * 32 + 4 * 32)
+    config.retrieval.where = "host"
+    assert index_bytes(config) is None
+    config.retrieval.where, config.retrieval.index = "auto", "http://127.0.0.1:9"
+    assert index_bytes(config) is None
+    config.retrieval.index = ""
+    assert index_bytes(config) == 0.0

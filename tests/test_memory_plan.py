@@ -54,7 +54,7 @@ def test_rollouts_that_the_host_drives_hold_the_whole_policy_on_every_device():
     assert lines["KV cache"] == 2 * 2 * 2 * (29 + 32) * 2 * 2 * 4
     config = get_config()
     config.retrieval.index = "http://127.0.0.1:1"
-    plan = memory_plan.plan_run(config, SMALL, mesh=mesh)
+    plan = memory_plan.plan_run(config, SMALL, {}, mesh)
     assert any("driven by the host" in line.name for line in plan.phases["solver rollouts"])
 
 

@@ -347,7 +347,8 @@ def plan_run(
     Args:
       config: the run's.
       policy: shape of the policy; its dtype, adapters and the like are taken from `config`.
-      retriever: a pytree of what retrieval holds on device, or None.
+      retriever: a pytree of what retrieval holds on device; {} where the host is asked, None where
+        it is not known.
       mesh: the devices; None for one.
       limit: bytes of a device.
       proposer_policy: shape of the proposer where it is another policy from the beginning.
@@ -396,7 +397,7 @@ def plan_run(
             phases[f"{name} update"] = step_lines(shape, specs[name], packs[name], mesh)
     for role, spec in rollouts.items():
         shape = policy if role in ("solver", "reader") else asking
-        if mesh is not None and config.retrieval.index and not retriever and spec.searches:
+        if mesh is not None and config.retrieval.index and retriever == {} and spec.searches:
             phases[f"{role} rollouts"] = driven_lines(shape, spec, mesh)
         else:
             phases[f"{role} rollouts"] = rollout_lines(shape, spec, mesh)

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from zest_jax import assembly, bucket, memory_plan, players
+from zest_jax import assembly, bucket, memory_plan, players, retrieving
 from zest_jax.datasets.files import to_path
 from zest_jax.errors import UserError
 from zest_jax.models import PolicyConfig
@@ -23,7 +23,10 @@ from zest_jax.models.hf import has_tokenizer, read_tokenizer
 from zest_jax.parallel import AXES, Placement, hosts, make_mesh
 from zest_jax.workdir import Workdir
 
-MAY_DIFFER = ("log", "checkpoint", "guards", "mesh", "training.offload_idle")
+MAY_DIFFER = (
+    *("log", "checkpoint", "guards", "mesh", "training.offload_idle", "retrieval.encoder"),
+    "solver.narrowings",
+)
 """Fields that may change between the starts of a run: they do not change its numbers (but for the
 order in which floats are added)."""
 
@@ -41,7 +44,8 @@ def place(config: Any) -> tuple[Placement, str]:
         return Placement(), kind
     # All must choose alike, and hosts may differ a little in what they leave to JAX.
     limits = [limit for limit in hosts.gathered(memory_plan.device_limit()) if limit is not None]
-    mesh, why = choose_mesh(config, devices, min(limits, default=None))
+    index = retrieving.index_bytes(config)
+    mesh, why = choose_mesh(config, devices, min(limits, default=None), index)
     shape = " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
     processes = jax.process_count()
     of = f" of {processes} processes" if processes > 1 else ""
@@ -49,7 +53,7 @@ def place(config: Any) -> tuple[Placement, str]:
 
 
 def choose_mesh(
-    config: Any, devices: Sequence[Any], limit: float | None, index: float = 0.0
+    config: Any, devices: Sequence[Any], limit: float | None, index: float | None = 0.0
 ) -> tuple[Mesh, str]:
     """The config's mesh over some devices, or the first of a row of meshes whose plan fits.
 
@@ -60,7 +64,8 @@ def choose_mesh(
       config: the run's.
       devices: all that take part; they need not be there (`jax.experimental.topologies`).
       limit: bytes of a device; None where it is not known, as on CPUs.
-      index: bytes of an index and passages that are shared out over `data` and `fsdp`.
+      index: bytes of an index and passages that are shared out over `data` and `fsdp`; None where
+        the host is asked for passages.
 
     Returns:
       The mesh, and why, in words.
@@ -82,10 +87,9 @@ def choose_mesh(
         tensor *= 2
     for sizes in row:
         mesh = make_mesh(*sizes, devices=devices)
-        plan = memory_plan.plan_run(
-            config, solver, mesh=mesh, limit=limit, proposer_policy=proposer
-        )
-        searched = memory_plan.Line("index", index / (sizes[0] * sizes[1]))
+        held: Any = {} if index is None else None
+        plan = memory_plan.plan_run(config, solver, held, mesh, limit, proposer)
+        searched = memory_plan.Line("index", (index or 0.0) / (sizes[0] * sizes[1]))
         if dataclasses.replace(plan, resident=(*plan.resident, searched)).fits:
             break
     else:

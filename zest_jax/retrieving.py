@@ -22,9 +22,9 @@ from zest_jax.parallel import Placement, hosts
 from zest_jax.players import Player
 from zest_jax.retrieval import Retriever
 from zest_jax.retrieval.encoders import TextEncoder
-from zest_jax.retrieval.index_files import IndexFolder
+from zest_jax.retrieval.index_files import DTYPES, IndexFolder, read_manifest
 from zest_jax.retrieval.interface import PassageRetriever
-from zest_jax.retrieval.open_device import DeviceFolder, reads_ids_of, why_not
+from zest_jax.retrieval.open_device import KINDS, DeviceFolder, reads_ids_of, why_not
 from zest_jax.retrieval.open_index import encoder_of, open_retriever
 from zest_jax.retrieval.passages import PassageTexts
 from zest_jax.retrieval.retriever import passage_store
@@ -255,6 +255,27 @@ def build_index_retrieval(
         else ""
     )
     return Retrieval(r.index, on_device, None, find, r.top_k, by_text, where)
+
+
+def index_bytes(config: Any) -> float | None:
+    """About what the vectors and passages of the index that a config names take on devices, before
+    it is opened; None where the host is asked, 0 without an index.
+
+    Raises:
+      UserError: there is no index.
+    """
+    r = config.retrieval
+    if not r.index:
+        return 0.0
+    if "://" in r.index or r.where == "host":
+        return None
+    manifest = read_manifest(Path(r.index).expanduser())
+    if manifest.kind not in KINDS:
+        return None
+    # A passage is cut to its share of an observation.
+    longest = config.solver.observation_length / r.top_k
+    vector = manifest.dimension * DTYPES[manifest.dtype].itemsize
+    return float(manifest.passages * (vector + 4 * longest))
 
 
 def _why_on_host(
