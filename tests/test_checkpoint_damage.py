@@ -9,7 +9,9 @@ import shutil
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
+from etils import epath
 
 from zest_jax import cli
 from zest_jax.checkpoint import CheckpointError, Checkpoints
@@ -158,12 +160,19 @@ def test_tasks_that_fail_beside_the_first_are_not_told_of(tmp_path, caplog):
     async def fails(said):
         raise ValueError(said)
 
-    async def both():
-        for said in ('Failed to write: File too large [tensorstore_spec="…"]', "another's"):
-            asyncio.ensure_future(fails(said))
+    async def reads(_):
+        ocp.JsonCheckpointHandler().restore(epath.Path("/nowhere"))  # raises there
+
+    async def all_three():
+        for work, said in (
+            (fails, 'Failed to write: File too large [tensorstore_spec="…"]'),
+            (fails, "another's"),
+            (reads, "no such file"),
+        ):
+            asyncio.ensure_future(work(said))
         await asyncio.sleep(0)
 
-    asyncio.run(both())
+    asyncio.run(all_three())
     gc.collect()
     assert [r.levelname for r in caplog.records] == ["ERROR"] and "another's" in caplog.text
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import traceback
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -405,7 +406,9 @@ class _RaisedAnyway(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         said = str(record.msg)
         if record.name == "asyncio":
-            ours = any(word in said for word in ("orbax", "tensorstore"))
+            where = record.exc_info[2] if record.exc_info else None
+            places = "".join(frame.filename for frame in traceback.extract_tb(where))
+            ours = any(word in said + places for word in ("orbax", "tensorstore"))
             return not (ours and "exception was never retrieved" in said)
         return not any(each in said for each in self.SAID)
 
