@@ -87,7 +87,7 @@ class Remainder:
 
     Attributes:
       code_NX: two components a byte, X = ceil(E / 2); level - 7.5 steps.
-      step_N: float32.
+      step_N: bfloat16.
       place_N: where the vector's first copy stands: block * W + row in the block.
     """
 
@@ -295,5 +295,5 @@ def _rescore_remainder(
         + ((byte_SKX >> 4).astype(jnp.float32) - 7.5) * query_SXT[..., 1],
         axis=-1,
     )
-    score_SK += rest_SK * left.step_N[at_SK]
+    score_SK += rest_SK * left.step_N[at_SK].astype(jnp.float32)
     return best_candidates(row_SK, score_SK, top_k)

@@ -261,9 +261,11 @@ def _encode(
 
 
 def quantise_remainder(left_RE: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """4-bit levels of what is left, two a byte [R, X] uint8, and the step of every row [R]."""
-    step_R = LEVEL * jnp.sqrt(jnp.mean(left_RE**2, axis=1))
-    level_RE = jnp.floor(left_RE / jnp.where(step_R > 0, step_R, 1)[:, None]) + 8
+    """4-bit levels of what is left, two a byte [R, X] uint8, and the step of every row [R] bfloat16
+    (of which the levels are multiples: what it is rounded by costs nothing)."""
+    step_R = (LEVEL * jnp.sqrt(jnp.mean(left_RE**2, axis=1))).astype(jnp.bfloat16)
+    step_R1 = jnp.where(step_R > 0, step_R, 1).astype(jnp.float32)[:, None]
+    level_RE = jnp.floor(left_RE / step_R1) + 8
     level_RE = jnp.clip(level_RE, 0, 15).astype(jnp.uint8)
     level_RE = jnp.pad(level_RE, ((0, 0), (0, left_RE.shape[1] % 2)))
     return level_RE[:, 0::2] | (level_RE[:, 1::2] << 4), step_R
@@ -280,7 +282,8 @@ class _Kept:
         elif kind == "int8":
             self.parts = [jnp.zeros((N, E), jnp.int8), jnp.zeros(N)]
         else:
-            self.parts = [jnp.zeros((N, -(-E // 2)), jnp.uint8), jnp.zeros(N)]
+            codes_NX = jnp.zeros((N, -(-E // 2)), jnp.uint8)
+            self.parts = [codes_NX, jnp.zeros(N, jnp.bfloat16)]
 
     def add(self, first: int, vector_RE: np.ndarray, count: int, left: Any = None) -> None:
         """Takes the real rows of a chunk."""
