@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from zest_jax import preemption
-from zest_jax.errors import Stopped
+from zest_jax.errors import Stopped, UserError
 from zest_jax.stopping import Stopper
 
 
@@ -54,3 +54,6 @@ def test_a_notice_stops_a_run(monkeypatch):
 def test_nobody_is_asked_without_an_address(monkeypatch):
     monkeypatch.delenv(preemption.NOTICE, raising=False)
     assert preemption.listen() is None
+    monkeypatch.setenv(preemption.NOTICE, "metadata/preempted")
+    with pytest.raises(UserError, match="must be an address that begins with http"):
+        preemption.listen()

@@ -7,6 +7,7 @@ checkpoint that is damaged, cut short or missing files is never restored; the on
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import sys
@@ -299,8 +300,10 @@ class _Best:
 # another user, or on a larger device.
 _NO_DAMAGE = (
     *("RESOURCE_EXHAUSTED", "out of memory", "Out of memory", "PERMISSION_DENIED"),
-    *("UNAUTHENTICATED", "UNAVAILABLE", "DEADLINE_EXCEEDED"),
+    *("UNAUTHENTICATED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "Cannot connect"),
 )
+# Of the machine or the network at that moment; EIO may be a bad disk, where reading on is no help.
+_PASSING = (errno.EMFILE, errno.ENFILE, errno.EIO, errno.ENOMEM, errno.ESTALE)
 
 
 @contextmanager
@@ -312,7 +315,9 @@ def _damage() -> Iterator[None]:
         raise
     except Exception as error:
         _raise_interrupt(error)
-        if any(word in str(error) for word in _NO_DAMAGE):
+        passing = isinstance(error, ConnectionError | TimeoutError)
+        passing |= isinstance(error, OSError) and error.errno in _PASSING
+        if passing or any(word in str(error) for word in _NO_DAMAGE):
             raise
         raise DamagedError(_short(error)) from error
 
@@ -370,7 +375,7 @@ def _alike() -> Iterator[None]:
 
 def _short(error: BaseException) -> str:
     """The first line of what an error says, and its kind."""
-    lines = str(error).strip().splitlines()
+    lines = str(error).partition(" See full TensorStore details")[0].strip().splitlines()
     text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 

@@ -5,11 +5,14 @@ http://metadata.google.internal/computeMetadata/v1/instance/preempted before the
 shutdown sends signals, which may reach a program late. `launch_tpu.sh` names that address.
 """
 
+import http.client
 import os
 import signal
 import threading
 import time
 import urllib.request
+
+from zest_jax.errors import UserError
 
 NOTICE = "ZEST_PREEMPTION_NOTICE"
 """Environment variable with the address; nobody is asked where it is not set."""
@@ -19,10 +22,16 @@ _AGAIN = 5.0  # seconds before it is asked again where it did not answer
 
 def listen() -> threading.Thread | None:
     """Watches, in a thread of its own until the process ends, for the notice that the environment
-    names, and sends this process SIGTERM once it comes; None where it names none."""
+    names, and sends this process SIGTERM once it comes; None where it names none.
+
+    Raises:
+      UserError: what it names is no address.
+    """
     address = os.environ.get(NOTICE, "")
     if not address:
         return None
+    if not address.startswith(("http://", "https://")):
+        raise UserError(f"{NOTICE}={address} must be an address that begins with http://.")
     thread = threading.Thread(target=_watch, args=(address,), daemon=True)
     thread.start()
     return thread
@@ -45,5 +54,5 @@ def _asked(url: str) -> str:
     try:
         with urllib.request.urlopen(request, timeout=_WAIT + 10) as answer:
             return answer.read(16).decode("ascii", "replace").strip()
-    except OSError:  # it is asked again
+    except (OSError, http.client.HTTPException):  # it is asked again
         return ""

@@ -71,6 +71,11 @@ def check_fields(config: Any) -> None:
             f"{role}.advantage.baseline": (a.baseline, ("mean", "none")),
             f"{role}.advantage.singleton": (a.singleton, ("zero", "raw")),
         }
+    if config.retrieval.where == "device" and not config.retrieval.index:
+        raise UserError(
+            "retrieval.where says where an index is searched, and retrieval.index names none; "
+            "leave it at auto (a world's passages lie on the devices)."
+        )
     for field, (value, known) in choices.items():
         if value not in known:
             raise UserError(f"config field {field} is one of {', '.join(known)}, not {value!r}.")

@@ -154,7 +154,8 @@ class Stopper:
             # None: not Python's, as jax.distributed's, which would go unheard from here on.
             signal.signal(each, signal.SIG_DFL if before is None else before)
         self._before.clear()
-        sys.unraisablehook = self._unraisable
+        if sys.unraisablehook == self._unheard:  # else somebody's stands before it, to stay
+            sys.unraisablehook = self._unraisable
         signal.set_wakeup_fd(self._wakeup)
         os.write(self._write, b"\0")
         self._watcher.join()

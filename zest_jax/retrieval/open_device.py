@@ -1,7 +1,7 @@
 """An index folder laid on the devices of a run, to be searched within its compiled rollout.
 
-Vectors and passages are shared out by rows over some axes of a mesh, each process reading only the
-rows of its own devices; an encoder lies whole on every device.
+Vectors and passages of an exact index are shared out by rows over some axes of a mesh, each process
+reading only the rows of its own devices; a partitioned index and an encoder lie whole on every one.
 
 Shape letters: N passages, E embedding size, P passage length.
 """
@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from zest_jax.errors import UserError
 from zest_jax.models import Encoder
+from zest_jax.parallel import hosts
 from zest_jax.retrieval import open_index, partitioned_build
 from zest_jax.retrieval.encoders import TextEncoder, TokenEncoder
 from zest_jax.retrieval.exact import DeviceIndex, ExactIndex, shard_rows
@@ -68,6 +69,8 @@ class DeviceFolder:
     ):
         self._folder = IndexFolder(folder)
         self._mesh, self._axes = mesh, axes
+        # Only an exact index is shared out; of others all lies whole on every device.
+        self._split = mesh is not None and self._folder.manifest.kind == "exact"
         self._placed: dict[int, jax.Array] = {}
         self._stores: dict[tuple[str, int], tuple[jax.Array, jax.Array]] = {}
         self.passages: PassageTexts = self._folder.passages()
@@ -138,7 +141,11 @@ class DeviceFolder:
         if manifest.kind == "partitioned":
             own = [e for e in manifest.files if e.file.startswith(open_index.PARTITIONED_FOLDER)]
             check_files(where, own, content=True)
-            built = partitioned_build.load(where / open_index.PARTITIONED_FOLDER)
+            size = sum(entry.bytes for entry in own)
+            require_room(f"the vectors of {where}", (size,), np.uint8, None, _ADVICE)
+            built = hosts.alone(
+                lambda: partitioned_build.load(where / open_index.PARTITIONED_FOLDER)
+            )
             return jax.tree.map(self._whole, built)
         vectors = self._folder.vectors()
         require_room(
@@ -151,13 +158,15 @@ class DeviceFolder:
         return ExactIndex(rows, mesh=self._mesh, axes=self._axes, vectors=len(vectors))
 
     def _ids(self, tokens: TokenisedPassages, longest: int) -> tuple[jax.Array, jax.Array]:
-        if self._mesh is None:
-            return tokens.padded(longest)
+        if not self._split:
+            ids_NP, length_N = hosts.alone(lambda: tokens.padded(longest))
+            return self._whole(ids_NP), self._whole(length_N)
         given = _Padded(tokens, longest)
         require_room(
             f"the tokens of {tokens.folder}, {longest} a passage,",
             *(self._shared(given.shape), given.dtype, self._sharding(), _ADVICE),
         )
+        assert self._mesh is not None
         share = functools.partial(shard_rows, mesh=self._mesh, axes=self._axes)
         return share(given), share(np.minimum(tokens.lengths(), longest))
 
