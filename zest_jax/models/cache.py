@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from zest_jax.models.attention import xla_attention
 from zest_jax.models.attention_cache import BLOCK, chunk_attention
+from zest_jax.models.attention_tiles import Tiles, tile_attention
 from zest_jax.models.config import PolicyConfig
 
 Cache = dict[str, list[jax.Array]]
@@ -122,6 +123,37 @@ def cached_attention(
         jnp.broadcast_to(jnp.arange(keys_SJKM.shape[3]), (S, keys_SJKM.shape[3])),
     )
     return out_SCHK, (keys_SJKM, values_SJMK)
+
+
+def tiled_attention(
+    query_NHK: jax.Array,
+    key_NJK: jax.Array,
+    value_NJK: jax.Array,
+    layer: Layer,
+    tiles: Tiles,
+) -> tuple[jax.Array, Layer]:
+    """The same for tokens of several slots that come in tiles, in the kernels' layout.
+
+    Args:
+      query_NHK: rotated queries.
+      key_NJK: their rotated keys.
+      value_NJK: their values.
+      layer: the cache of this layer.
+      tiles: whose the tokens are.
+
+    Returns:
+      [N, H, K] in the type of the queries, and the layer with the tokens written.
+    """
+    slot_N, position_N = tiles.of_tokens(len(layer[0]), len(query_NHK))
+
+    def write(cache_SJMK: jax.Array, new_NJK: jax.Array) -> jax.Array:
+        # Padding is out of bounds, where a scatter drops it.
+        return cache_SJMK.at[slot_N, :, position_N].set(new_NJK, mode="drop", unique_indices=True)
+
+    keys_SJMK, values_SJMK = map(write, layer, (key_NJK, value_NJK))
+    interpret = jax.default_backend() == "cpu"
+    out_NHK = tile_attention(query_NHK, keys_SJMK, values_SJMK, tiles, interpret=interpret)
+    return out_NHK, (keys_SJMK, values_SJMK)
 
 
 def _write_columns(cache_SJKM: jax.Array, chunk_SCJK: jax.Array, start_S: jax.Array) -> jax.Array:

@@ -30,7 +30,8 @@ from flax import nnx
 from zest_jax.models.attention import MOST_SEGMENTS, attention
 from zest_jax.models.attention_cache import HeadRule, decode_attention
 from zest_jax.models.attention_splash import RESIDUAL_NAME
-from zest_jax.models.cache import Cache, Layer, cached_attention
+from zest_jax.models.attention_tiles import Tiles
+from zest_jax.models.cache import Cache, Layer, cached_attention, tiled_attention
 from zest_jax.models.config import MATRICES, PolicyConfig
 from zest_jax.models.rope import rotary, rotate
 from zest_jax.parallel.sharding import keep_rows_split, look_up
@@ -343,6 +344,27 @@ class Policy(nnx.Module):
             new["values"].append(kept[1])
         return self._final(x_SCD), new
 
+    def extend_tiles(
+        self, layers: list[Block], cache: Cache, ids_N: jax.Array, tiles: Tiles
+    ) -> Cache:
+        """The cache (in the kernels' layout) with tokens of several slots run through the policy.
+
+        Args:
+          layers: what `unstack` gave.
+          cache: from `empty_cache`.
+          ids_N: token ids; those that pad the tiles are run through the layers and kept nowhere.
+          tiles: whose they are. A slot may have several tiles, which see each other.
+        """
+        _, position_N = tiles.of_tokens(0, len(ids_N))
+        rope = self._rope(position_N[None])
+        x_1ND = self._embed(ids_N[None])
+        new: Cache = {"keys": [], "values": []}
+        for block, *layer in zip(layers, cache["keys"], cache["values"], strict=True):
+            x_1ND, kept = block(x_1ND, rope, functools.partial(_attend_tiles, layer, tiles))
+            new["keys"].append(kept[0])
+            new["values"].append(kept[1])
+        return new
+
     def _decode(
         self,
         layers: list[Block],
@@ -409,6 +431,14 @@ class Policy(nnx.Module):
 
     def _final(self, x: jax.Array) -> jax.Array:
         return rms_norm(x, self.final_norm_D[...], self.config.norm_eps).astype(self.config.dtype)
+
+
+def _attend_tiles(
+    layer: Layer, tiles: Tiles, q: jax.Array, k: jax.Array, v: jax.Array
+) -> tuple[jax.Array, Layer]:
+    """Every token is written down and looks at what its slot holds, up to itself."""
+    out_NHK, kept = tiled_attention(q[0], k[0], v[0], layer, tiles)
+    return out_NHK[None], kept
 
 
 def _matrix(target: str) -> str:

@@ -13,6 +13,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from zest_jax.models.attention_tiles import Tiles, tile_tokens
 from zest_jax.models.cache import Cache, copy_prefix
 from zest_jax.models.config import PolicyConfig
 from zest_jax.models.policy import Block, Policy
@@ -102,6 +103,8 @@ def fill_cache(
     as many turns as the one with the most: what a slot without new tokens is given then is its own
     last token again, and rubbish behind it.
     """
+    if policy.config.decoding == "pallas":
+        return _fill_tiles(spec, policy, layers, cache, chunk_SC, start_S, fill_S, axes)
     S, N = spec.slots, spec.block_tokens
     W = spec.block_slots if S % spec.block_slots == 0 else S
     order_S = jnp.argsort(-fill_S, stable=True)
@@ -120,6 +123,40 @@ def fill_cache(
         return jax.tree.map(lambda x, row: x.at[slot_W].set(row, unique_indices=True), cache, rows)
 
     return jax.lax.fori_loop(0, _most(-(-jnp.sum(fill_S > 0) // W), axes), block, cache)
+
+
+def _fill_tiles(
+    spec: RolloutSpec,
+    policy: Policy,
+    layers: list[Block],
+    cache: Cache,
+    chunk_SC: jax.Array,
+    start_S: jax.Array,
+    fill_S: jax.Array,
+    axes: tuple[str, ...],
+) -> Cache:
+    """The same where a kernel reads the cache: tokens of all slots one after the other, so that
+    every block but the last is full."""
+    config, (S, C) = policy.config, chunk_SC.shape
+    T = tile_tokens(config.heads, config.kv_heads)
+    N = max(T, min(spec.block_slots * spec.block_tokens, S * C))
+    W = N // T
+    tiles_S = -(-fill_S // T)
+    end_S = jnp.cumsum(tiles_S)
+
+    def block(i: jax.Array, cache: Cache) -> Cache:
+        tile_W = i * W + jnp.arange(-(-N // T))
+        slot_W = jnp.minimum(jnp.searchsorted(end_S, tile_W, side="right"), S - 1)
+        first_W = (tile_W - (end_S - tiles_S)[slot_W]) * T
+        count_W = jnp.clip(fill_S[slot_W] - first_W, 0, T)
+        # Behind the last tile, and where what is left of the block is shorter than one.
+        count_W = jnp.where((tile_W < end_S[-1]) & (tile_W < (i + 1) * W), count_W, 0)
+        at_WT = jnp.minimum(first_W[:, None] + jnp.arange(T), C - 1)
+        ids_N = chunk_SC[slot_W[:, None], at_WT].reshape(-1)[:N]
+        tiles = Tiles(slot_W, start_S[slot_W] + first_W, count_W, T)
+        return policy.extend_tiles(layers, cache, ids_N, tiles)
+
+    return jax.lax.fori_loop(0, _most(-(-end_S[-1] // W), axes), block, cache)
 
 
 def _most(turns: jax.Array, axes: tuple[str, ...]) -> jax.Array:
