@@ -9,11 +9,13 @@ import pytest
 import tiny
 
 from zest_jax.models import backends, bind
+from zest_jax.models.add_norm import add_and_norm
 from zest_jax.models.attention import xla_attention
-from zest_jax.models.attention_cache import chunk_attention
+from zest_jax.models.attention_tiles import Tiles, tile_attention
 from zest_jax.models.cache import copy_prefix, empty_cache, grow
 from zest_jax.models.config import LoraSpec
 from zest_jax.models.lora import add_lora
+from zest_jax.models.policy import rms_norm
 
 
 # Heads of SmolLM2 (three a group), and one query head for each key.
@@ -26,22 +28,38 @@ def test_kernels_agree_with_xla_for_slots_of_all_lengths(heads):
     assert 1e-4 < backends.worst_difference_cached(half) < backends.TOLERANCE
 
 
-@pytest.mark.parametrize("chunk", [5, 96])
-def test_a_chunk_of_any_length_up_to_the_caches_end(chunk):
-    S, H, J, K, M = 3, 9, 3, 16, 128
+def test_tiles_of_several_slots_up_to_the_caches_end():
+    S, H, J, K, M, T = 3, 9, 3, 16, 192, 10
     draw = np.random.default_rng(0).normal
     keys, values = (jnp.asarray(draw(size=(S, J, M, K)), jnp.float32) for _ in range(2))
-    query = jnp.asarray(draw(size=(S, chunk, H, K)), jnp.float32)
-    start = jnp.array([0, 20, M - chunk])
+    # Two tiles of slot 2, then one that is not full, an empty one, and the end of the cache.
+    tiles = Tiles(*map(jnp.array, ([2, 2, 0, 1, 1], [60, 70, 0, 0, M - 9], [10, 5, 7, 0, 9])), T)
+    query = jnp.asarray(draw(size=(5 * T - 1, H, K)), jnp.float32)
+    slot_N, position_N = tiles.of_tokens(S, len(query))
+    there = np.asarray(slot_N) < S
+    assert there.sum() == 31
     want = xla_attention(
-        query,
-        keys.transpose(0, 2, 1, 3),
-        values.transpose(0, 2, 1, 3),
-        start[:, None] + jnp.arange(chunk),
-        jnp.broadcast_to(jnp.arange(M), (S, M)),
-    )
-    got = chunk_attention(query, keys, values, start, interpret=True)
-    np.testing.assert_allclose(got, want, atol=1e-5)
+        query[there][:, None],
+        keys.transpose(0, 2, 1, 3)[slot_N[there]],
+        values.transpose(0, 2, 1, 3)[slot_N[there]],
+        position_N[there][:, None],
+        jnp.broadcast_to(jnp.arange(M), (31, M)),
+    )[:, 0]
+    got = tile_attention(query, keys, values, tiles, interpret=True)
+    assert np.isfinite(got).all()
+    np.testing.assert_allclose(got[there], want, atol=1e-5)
+
+
+@pytest.mark.parametrize("width", [48, 64])
+def test_the_norm_of_a_sum_is_that_of_the_plain_functions(width):
+    draw = np.random.default_rng(0).normal
+    x, scale = (jnp.asarray(draw(size=shape), jnp.float32) for shape in ((3, width), width))
+    added = jnp.asarray(draw(size=(3, width)), jnp.bfloat16)
+    total, normed = add_and_norm(x, added, scale, 1e-5, interpret=True)
+    np.testing.assert_array_equal(total, x + added.astype(jnp.float32))
+    assert normed.dtype == jnp.bfloat16
+    want = rms_norm(total, scale, 1e-5)
+    np.testing.assert_allclose(normed.astype(jnp.float32), want, rtol=2**-8)
 
 
 def test_a_kernel_that_errs_is_passed_over(monkeypatch):

@@ -51,6 +51,19 @@ def test_a_growing_cache_changes_nothing(world):
     same(got, grown)
 
 
+def test_slots_are_filled_the_same_in_blocks_of_any_size(world, monkeypatch):
+    """Tokens of all slots one after the other, against those of each slot on their own."""
+    tokenizer, config, *rest = world
+    _, _, _, want, counters = tiny.roll_out(world, PLAIN_SEARCH, SPEC, PROMPTS, 1.0)
+    monkeypatch.setattr("zest_jax.models.attention_tiles._ROWS", 16)
+    packed = (tokenizer, dataclasses.replace(config, decoding="pallas"), *rest)
+    for tokens in (9, 1000):  # blocks of one tile and a rest, and one block for all
+        spec = dataclasses.replace(SPEC, packed_tokens=tokens)
+        _, _, _, got, filled = tiny.roll_out(packed, PLAIN_SEARCH, spec, PROMPTS, 1.0)
+        same(got, want)
+        assert int(filled["prefilled"]) == int(counters["prefilled"])
+
+
 def test_shared_prompts_change_the_work_alone(world, monkeypatch):
     """With the kernels' layout of the cache; the one of XLA is compared with a Python loop."""
     tokenizer, config, *rest = world

@@ -50,6 +50,7 @@ def test_a_protocol(changes, words):
         {"searches": -1},
         {"queries": 0},
         {"block_tokens": 0},
+        {"packed_tokens": 0},
         {"cache_stages": 0},
         {"wait_fraction": 1.5},
     ],

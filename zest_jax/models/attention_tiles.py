@@ -120,10 +120,10 @@ def _attend(
     w, j = pl.program_id(0), pl.program_id(1)
     slot, start, count = slot_ref[...], start_ref[...], count_ref[...]
     row_R = jnp.arange(rows)
-    place_R = row_R // group
-    token_R = w * tokens + place_R
+    # Rows behind the tile's own are computed, and written, like those of its last token.
+    place_R = jnp.minimum(row_R // group, jnp.minimum(tokens, N - w * tokens) - 1)
     at = (
-        jnp.minimum(token_R, N - 1)[:, None],
+        (w * tokens + place_R)[:, None],
         (j * group + row_R % group)[:, None],
         jnp.arange(K)[None, :],
     )
@@ -171,9 +171,4 @@ def _attend(
     carry = jax.lax.fori_loop(whole_blocks, blocks, functools.partial(step, False), carry)
     _, whole_R, out_RK = carry
     out_RK = out_RK / jnp.maximum(whole_R, 1e-30)[:, None]
-    mine_R1 = ((place_R < tokens) & (token_R < N))[:, None]
-    triton.store(
-        out_ref.at[at],
-        out_RK.astype(out_ref.dtype),
-        mask=jnp.broadcast_to(mine_R1, (rows, K)),
-    )
+    out_ref[at] = out_RK.astype(out_ref.dtype)

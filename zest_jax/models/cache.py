@@ -12,8 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from zest_jax.models.attention import xla_attention
-from zest_jax.models.attention_cache import BLOCK, chunk_attention
-from zest_jax.models.attention_tiles import Tiles, tile_attention
+from zest_jax.models.attention_tiles import BLOCK, Tiles, tile_attention, tile_tokens
 from zest_jax.models.config import PolicyConfig
 
 Cache = dict[str, list[jax.Array]]
@@ -106,13 +105,7 @@ def cached_attention(
     """
     S, C = query_SCHK.shape[:2]
     if config.decoding == "pallas":
-        interpret = jax.default_backend() == "cpu"
-        keys_SJMK, values_SJMK = (
-            _write_rows(old, new, start_S)
-            for old, new in zip(layer, (key_SCJK, value_SCJK), strict=True)
-        )
-        out_SCHK = chunk_attention(query_SCHK, keys_SJMK, values_SJMK, start_S, interpret=interpret)
-        return out_SCHK, (keys_SJMK, values_SJMK)
+        return _attend_in_tiles(config, (query_SCHK, key_SCJK, value_SCJK), layer, start_S)
     keys_SJKM = _write_columns(layer[0], key_SCJK, start_S)
     values_SJMK = _write_rows(layer[1], value_SCJK, start_S)
     out_SCHK = xla_attention(
@@ -154,6 +147,31 @@ def tiled_attention(
     interpret = jax.default_backend() == "cpu"
     out_NHK = tile_attention(query_NHK, keys_SJMK, values_SJMK, tiles, interpret=interpret)
     return out_NHK, (keys_SJMK, values_SJMK)
+
+
+def _attend_in_tiles(
+    config: PolicyConfig, chunk: tuple[jax.Array, ...], layer: Layer, start_S: jax.Array
+) -> tuple[jax.Array, Layer]:
+    """`tiled_attention` for slots that all have as many tokens: queries, keys and values."""
+    S, C = chunk[0].shape[:2]
+    T = min(C, tile_tokens(config.heads, config.kv_heads))
+    tiles = -(-C // T)
+    first_X = jnp.arange(tiles) * T
+    padding = ((0, 0), (0, tiles * T - C), (0, 0), (0, 0))
+    query_NHK, key_NJK, value_NJK = (jnp.pad(x, padding).reshape(-1, *x.shape[2:]) for x in chunk)
+    out_NHK, layer = tiled_attention(
+        query_NHK,
+        key_NJK,
+        value_NJK,
+        layer,
+        Tiles(
+            jnp.repeat(jnp.arange(S), tiles),
+            (start_S[:, None] + first_X).reshape(-1),
+            jnp.tile(jnp.minimum(C - first_X, T), S),
+            T,
+        ),
+    )
+    return out_NHK.reshape(S, tiles * T, *out_NHK.shape[1:])[:, :C], layer
 
 
 def _write_columns(cache_SJKM: jax.Array, chunk_SCJK: jax.Array, start_S: jax.Array) -> jax.Array:

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from zest_jax.models.add_norm import add_and_norm
 from zest_jax.models.attention import MOST_SEGMENTS, attention
 from zest_jax.models.attention_cache import HeadRule, decode_attention
 from zest_jax.models.attention_splash import RESIDUAL_NAME
@@ -153,21 +154,27 @@ class Block(nnx.Module):
         return self._finish(x_BLD, out_BLHK.reshape(B, L, H * K)), kept
 
     def decode(
-        self, x_SD: jax.Array, rope: tuple[jax.Array, jax.Array], layer: Layer, start_S: jax.Array
-    ) -> tuple[jax.Array, Layer]:
-        """The same for one token a slot, with the kernel that reads and writes the cache.
+        self,
+        x_SD: jax.Array,
+        added_SD: jax.Array,
+        rope: tuple[jax.Array, jax.Array],
+        layer: Layer,
+        start_S: jax.Array,
+    ) -> tuple[jax.Array, jax.Array, Layer]:
+        """The same for one token a slot, with the kernels of NVIDIA GPUs.
 
         Args:
-          x_SD: the residual.
+          x_SD: the residual, without
+          added_SD: what the layer before adds to it, in the compute type.
           rope: cosines and sines [S, K / 2].
           layer: this layer's cache.
           start_S: tokens of each slot in it.
 
         Returns:
-          The new residual (float32), and the cache with the tokens written.
+          The same two of this layer, and the cache with the tokens written.
         """
         c = self.config
-        h_SD = self._norm(x_SD, self.attention_norm_D)
+        x_SD, h_SD = _add_and_norm(x_SD, added_SD, self.attention_norm_D, c.norm_eps)
         product_SX = jnp.concatenate(self._project_all(h_SD, ("q", "k", "v")), axis=1)
         bias_X, norms_2K = (getattr(self, name, None) for name in _JOINED_VECTORS)
         rule = HeadRule(
@@ -179,7 +186,8 @@ class Block(nnx.Module):
         out_SX, keys, values = decode_attention(
             product_SX, rule, rope, *layer, start_S, interpret=jax.default_backend() == "cpu"
         )
-        return self._finish(x_SD, out_SX), (keys, values)
+        x_SD, h_SD = _add_and_norm(x_SD, self._project(out_SX, "o"), self.mlp_norm_D, c.norm_eps)
+        return x_SD, self._feed(h_SD), (keys, values)
 
     def join(self) -> None:
         """Lays the weights out for `decode`: what is read together as one array."""
@@ -200,9 +208,12 @@ class Block(nnx.Module):
     def _finish(self, x: jax.Array, out: jax.Array) -> jax.Array:
         """The residual [..., D] after attention's output [..., H K] and the feed-forward."""
         x = x + self._project(out, "o").reshape(x.shape)
-        h = self._norm(x, self.mlp_norm_D)
+        return x + self._feed(self._norm(x, self.mlp_norm_D)).reshape(x.shape)
+
+    def _feed(self, h: jax.Array) -> jax.Array:
+        """The feed-forward's products [N, D] of flat tokens."""
         gate_NF, up_NF = self._project_all(h, ("gate", "up"))
-        return x + self._project(jax.nn.silu(gate_NF) * up_NF, "down").reshape(x.shape)
+        return self._project(jax.nn.silu(gate_NF) * up_NF, "down")
 
     def _norm(self, x: jax.Array, scale: nnx.Param) -> jax.Array:
         return rms_norm(x, scale[...], self.config.norm_eps).astype(self.config.dtype)
@@ -359,8 +370,9 @@ class Policy(nnx.Module):
         rope = self._rope(position_N[None])
         x_1ND = self._embed(ids_N[None])
         new: Cache = {"keys": [], "values": []}
-        for block, *layer in zip(layers, cache["keys"], cache["values"], strict=True):
-            x_1ND, kept = block(x_1ND, rope, functools.partial(_attend_tiles, layer, tiles))
+        for block, keys, values in zip(layers, cache["keys"], cache["values"], strict=True):
+            attend = functools.partial(_attend_tiles, (keys, values), tiles)
+            x_1ND, kept = block(x_1ND, rope, attend)
             new["keys"].append(kept[0])
             new["values"].append(kept[1])
         return new
@@ -376,11 +388,13 @@ class Policy(nnx.Module):
         half = self.config.head_dim // 2
         flat = (rope[0].reshape(-1, half), rope[1].reshape(-1, half))
         new: Cache = {"keys": [], "values": []}
+        added_SD = jnp.zeros(x_SD.shape, self.config.dtype)
         for block, keys, values in zip(layers, cache["keys"], cache["values"], strict=True):
-            x_SD, kept = block.decode(x_SD, flat, (keys, values), start_S)
+            x_SD, added_SD, kept = block.decode(x_SD, added_SD, flat, (keys, values), start_S)
             new["keys"].append(kept[0])
             new["values"].append(kept[1])
-        return self._final(x_SD)[:, None], new
+        _, hidden_SD = _add_and_norm(x_SD, added_SD, self.final_norm_D, self.config.norm_eps)
+        return hidden_SD[:, None], new
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Float32 logits [..., V] of hidden states [..., D], to be called at few positions."""
@@ -431,6 +445,14 @@ class Policy(nnx.Module):
 
     def _final(self, x: jax.Array) -> jax.Array:
         return rms_norm(x, self.final_norm_D[...], self.config.norm_eps).astype(self.config.dtype)
+
+
+def _add_and_norm(
+    x_SD: jax.Array, added_SD: jax.Array, scale: nnx.Param, eps: float
+) -> tuple[jax.Array, jax.Array]:
+    """The residual with what is added to it, and the norm of that in the compute type."""
+    on_cpu = jax.default_backend() == "cpu"
+    return add_and_norm(x_SD, added_SD, scale[...], eps, interpret=on_cpu)
 
 
 def _attend_tiles(

@@ -139,7 +139,7 @@ def _fill_tiles(
     every block but the last is full."""
     config, (S, C) = policy.config, chunk_SC.shape
     T = tile_tokens(config.heads, config.kv_heads)
-    N = max(T, min(spec.block_slots * spec.block_tokens, S * C))
+    N = max(T, min(spec.packed_tokens, S * C))
     W = N // T
     tiles_S = -(-fill_S // T)
     end_S = jnp.cumsum(tiles_S)

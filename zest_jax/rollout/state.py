@@ -51,6 +51,8 @@ class RolloutSpec:
       block_slots: slots whose new tokens go through the policy together, W; those with the most new
         tokens first, so that a pass over few or short ones is short.
       block_tokens: tokens of a slot that go through it at a time.
+      packed_tokens: tokens of any slots that go through it at a time where a kernel reads the
+        cache; the two sizes above do not count then.
       cache_stages: lengths of the cache that are compiled; it begins with the shortest and grows as
         the longest episode under way does. For readers that go over the whole of it (XLA).
       narrowings: how often the slots are halved at the end: when the queue is empty and no more
@@ -69,6 +71,7 @@ class RolloutSpec:
     wait_fraction: float = 1.0
     block_slots: int = 32
     block_tokens: int = 32
+    packed_tokens: int = 2048
     cache_stages: int = 1
     narrowings: int = 0
     truncation: Truncation = Truncation()
@@ -76,7 +79,8 @@ class RolloutSpec:
     def __post_init__(self):
         least = {"slots": 1, "prompt_length": 1, "action_length": 1, "observation_length": 0}
         least |= {"searches": 0, "query_length": 1, "queries": 1, "response_length": 0}
-        least |= {"block_slots": 1, "block_tokens": 1, "cache_stages": 1, "narrowings": 0}
+        least |= {"block_slots": 1, "block_tokens": 1, "packed_tokens": 1, "cache_stages": 1}
+        least |= {"narrowings": 0}
         for name, limit in least.items():
             if getattr(self, name) < limit:
                 raise ValueError(f"{name} is {limit} or more, not {getattr(self, name)}")
