@@ -19,8 +19,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-# Cache positions taken at a time; a cache's length is a multiple of it.
-BLOCK = 64
+BLOCK = 32  # cache positions taken at a time; a cache's length is a multiple of it
 _WARPS, _STAGES = 4, 3
 _LOW = -1e30
 _LEAST_COLUMNS = 16  # of a matrix product on tensor cores
