@@ -90,6 +90,7 @@ def ours(case: dict[str, Any]) -> dict[str, Any]:
         block_tokens=case["block_tokens"],
         block_slots=case["block_slots"],
         narrowings=case["narrowings"],
+        packed_tokens=case["packed_tokens"],
     )
 
     def program(spec: Any) -> Any:
@@ -250,6 +251,7 @@ def main() -> None:
     p.add_argument("--wait", type=float, default=0.06, help="wait_fraction of the search case")
     p.add_argument("--block_slots", type=int, default=16)
     p.add_argument("--block_tokens", type=int, default=128)
+    p.add_argument("--packed_tokens", type=int, default=2048, help="of a block, with kernels")
     p.add_argument("--narrowings", type=int, default=0, help="halvings of the slots at the end")
     p.add_argument("--trace", default="", help="folder for a profile of one call; copies told")
     p.add_argument("--peer", action=harness.argparse.BooleanOptionalAction, default=True)
@@ -257,7 +259,7 @@ def main() -> None:
     if a.case:
         return harness.run_here(a.case, ours, "rollout")
     names = ("prompt", "new", "turns", "observation", "passages", "dimension")
-    names = (*names, "block_tokens", "block_slots", "narrowings")
+    names = (*names, "block_tokens", "block_slots", "packed_tokens", "narrowings")
     shape = {k: getattr(a, k) for k in (*names, "steps", "trace")}
     rows: list[dict[str, Any]] = []
     with_peer = a.peer and harness.has_torch_gpu()
