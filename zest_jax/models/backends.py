@@ -15,6 +15,7 @@ import numpy as np
 from absl import logging
 
 from zest_jax.errors import UserError
+from zest_jax.models.add_norm import add_and_norm
 from zest_jax.models.attention import BACKENDS, attention
 from zest_jax.models.attention_cache import HeadRule, decode_attention
 from zest_jax.models.cache import Layer, cached_attention, empty_cache
@@ -131,9 +132,9 @@ def worst_difference(config: PolicyConfig, backend: str) -> float:
 
 
 def worst_difference_cached(config: PolicyConfig) -> float:
-    """Largest relative difference of the kernels that read a cache from float32 XLA; NaN if any is.
+    """Largest relative difference of decoding's kernels from float32 XLA; NaN if any is.
 
-    A chunk first, then steps of one token, by slots of all lengths.
+    A chunk first, then steps of one token, by slots of all lengths; then the norm.
     """
     rng = np.random.default_rng(0)
     S, C, H, J, K = 4, 32, config.heads, config.kv_heads, config.head_dim
@@ -149,8 +150,21 @@ def worst_difference_cached(config: PolicyConfig) -> float:
         for (_, starts), qkv in zip(steps, arrays, strict=True):
             out, layer = attend(*(jnp.asarray(x, dtype) for x in qkv), layer, jnp.asarray(starts))
             outputs[-1].append(np.asarray(out, np.float64).reshape(S, -1))
-    pairs = zip(*outputs, strict=True)
+    pairs = [*zip(*outputs, strict=True), *_normed(config, rng)]
     return float(np.max([np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in pairs]))
+
+
+def _normed(config: PolicyConfig, rng: np.random.Generator) -> list[tuple[np.ndarray, np.ndarray]]:
+    """What the kernel that adds and norms gives, and what it should."""
+    x_SD, added_SD, scale_1D = (rng.normal(size=(n, config.width)) for n in (4, 4, 1))
+    given = jnp.asarray(x_SD, jnp.float32), jnp.asarray(added_SD, config.dtype)
+    scale_D = jnp.asarray(scale_1D[0], jnp.float32)
+    interpret = jax.default_backend() == "cpu"
+    got = add_and_norm(*given, scale_D, config.norm_eps, interpret=interpret)
+    sum_SD = np.asarray(given[0], np.float64) + np.asarray(given[1], np.float64)
+    mean_S1 = np.mean(sum_SD**2, axis=1, keepdims=True)
+    wanted = (sum_SD, sum_SD / np.sqrt(mean_S1 + config.norm_eps) * scale_1D)
+    return [(np.asarray(g, np.float64), w) for g, w in zip(got, wanted, strict=True)]
 
 
 def _attend_cached(
