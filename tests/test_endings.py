@@ -43,8 +43,8 @@ SPEC = RolloutSpec(
 class Stubborn:
     """A policy that writes a circle of tokens of its own for ever, whatever it is told."""
 
-    def __init__(self, next_SV, vocab):
-        self.next_SV, self.vocab = next_SV, vocab
+    def __init__(self, next_SV, config):
+        self.next_SV, self.config, self.vocab = next_SV, config, config.vocab_size
 
     def unstack(self):
         return []
@@ -110,7 +110,7 @@ def play(cases, correction, monkeypatch):
         after[s] = circle[0]
         after[s, circle[:-1]] = circle[1:]
     monkeypatch.setattr(
-        engine_lib, "bind", lambda config, params: Stubborn(params["next_SV"], config.vocab_size)
+        engine_lib, "bind", lambda config, params: Stubborn(params["next_SV"], config)
     )
     retriever = Retriever.build(
         tiny.tokenizer(),

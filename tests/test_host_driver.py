@@ -257,8 +257,8 @@ def test_observations_are_cut_and_framed_as_the_passage_store_does_it(driven):
 class Scripted:
     """A policy that writes script[s, p] at position p of slot s, whatever stands before it."""
 
-    def __init__(self, script_SL, vocab):
-        self.script_SL, self.vocab = script_SL, vocab
+    def __init__(self, script_SL, config):
+        self.script_SL, self.config, self.vocab = script_SL, config, config.vocab_size
 
     def unstack(self):
         return []
@@ -306,7 +306,7 @@ def test_what_is_asked_is_the_text_within_the_tags_and_nothing_is_not_asked(monk
             asked.append((list(queries), top_k))
             return [[(passage, float("nan"))] for _ in queries]
 
-    monkeypatch.setattr(host_driver, "bind", lambda c, p: Scripted(p["script"], c.vocab_size))
+    monkeypatch.setattr(host_driver, "bind", lambda c, p: Scripted(p["script"], c))
     sampler = HostSampler(
         "scripted",
         tiny.shape(len(words)),
