@@ -26,6 +26,8 @@ from zest_jax.retrieval.index_files import IndexFolder
 from zest_jax.retrieval.interface import Passage
 from zest_jax.retrieval.layout import Layout
 from zest_jax.retrieval.open_device import DeviceFolder
+from zest_jax.retrieval.open_index import add_partitioned
+from zest_jax.retrieval.partitioned import PartitionSettings
 from zest_jax.retrieval.passages import tokenise, tokenizer_card, tokens_key
 from zest_jax.retrieving import build_index_retrieval, index_bytes
 from zest_jax.rollout.protocols import PLAIN_SEARCH
@@ -196,13 +198,23 @@ def test_where_it_cannot_be_and_why(tmp_path, qwen, monkeypatch):
 
 def test_what_an_index_takes_before_it_is_opened(tmp_path, qwen):
     """The mesh is chosen with room for it; nothing is laid on devices where the host is asked."""
-    index = save_index(tmp_path / "index")
+    index = save_index(tmp_path / "index", qwen)
     config = described(index, qwen, top_k=2)[0]
+    roles = {"solver": qwen, "proposer": qwen}
     # Vectors of 32 float32, and half of an observation of 64 ids, four bytes each.
-    assert index_bytes(config) == len(PASSAGES) * (4 * 32 + 4 * 32)
+    assert index_bytes(config, roles) == (len(PASSAGES) * (4 * 32 + 4 * 32), 0.0)
     config.retrieval.where = "host"
-    assert index_bytes(config) is None
+    assert index_bytes(config, roles) is None
     config.retrieval.where, config.retrieval.index = "auto", "http://127.0.0.1:9"
-    assert index_bytes(config) is None
+    assert index_bytes(config, roles) is None
+    config.retrieval.index = str(save_index(tmp_path / "untold"))
+    assert index_bytes(config, roles) is None, "its passages were not tokenised"
     config.retrieval.index = ""
-    assert index_bytes(config) == 0.0
+    assert index_bytes(config, roles) == (0.0, 0.0)
+    add_partitioned(
+        index,
+        PartitionSettings(num_leaves=2, num_leaves_to_search=2, dimensions_per_block=2, reorder=4),
+    )
+    config.retrieval.index = str(index)
+    shared, whole = index_bytes(config, roles)
+    assert shared == 0.0 and whole > len(PASSAGES) * 4 * 32

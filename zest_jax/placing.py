@@ -44,8 +44,12 @@ def place(config: Any) -> tuple[Placement, str]:
         return Placement(), kind
     # All must choose alike, and hosts may differ a little in what they leave to JAX.
     limits = [limit for limit in hosts.gathered(memory_plan.device_limit()) if limit is not None]
-    index = retrieving.index_bytes(config)
-    mesh, why = choose_mesh(config, devices, min(limits, default=None), index)
+    given = {"solver": config.policy, "proposer": config.proposer}
+    given["proposer"] = given["proposer"] if config.proposer.folder else config.policy
+    tokenizers = {role: tokenizer_of(config, each) for role, each in given.items()}
+    size = retrieving.index_bytes(config, tokenizers) if config.retrieval.index else (0.0, 0.0)
+    shared, whole = size or (None, 0.0)
+    mesh, why = choose_mesh(config, devices, min(limits, default=None), shared, whole)
     shape = " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
     processes = jax.process_count()
     of = f" of {processes} processes" if processes > 1 else ""
@@ -53,7 +57,11 @@ def place(config: Any) -> tuple[Placement, str]:
 
 
 def choose_mesh(
-    config: Any, devices: Sequence[Any], limit: float | None, index: float | None = 0.0
+    config: Any,
+    devices: Sequence[Any],
+    limit: float | None,
+    index: float | None = 0.0,
+    whole: float = 0.0,
 ) -> tuple[Mesh, str]:
     """The config's mesh over some devices, or the first of a row of meshes whose plan fits.
 
@@ -66,6 +74,7 @@ def choose_mesh(
       limit: bytes of a device; None where it is not known, as on CPUs.
       index: bytes of an index and passages that are shared out over `data` and `fsdp`; None where
         the host is asked for passages.
+      whole: bytes of one that every device has whole.
 
     Returns:
       The mesh, and why, in words.
@@ -89,7 +98,7 @@ def choose_mesh(
         mesh = make_mesh(*sizes, devices=devices)
         held: Any = {} if index is None else None
         plan = memory_plan.plan_run(config, solver, held, mesh, limit, proposer)
-        searched = memory_plan.Line("index", (index or 0.0) / (sizes[0] * sizes[1]))
+        searched = memory_plan.Line("index", whole + (index or 0.0) / (sizes[0] * sizes[1]))
         if dataclasses.replace(plan, resident=(*plan.resident, searched)).fits:
             break
     else:

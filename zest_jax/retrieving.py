@@ -24,13 +24,13 @@ from zest_jax.retrieval import Retriever
 from zest_jax.retrieval.encoders import TextEncoder
 from zest_jax.retrieval.index_files import DTYPES, IndexFolder, read_manifest
 from zest_jax.retrieval.interface import PassageRetriever
-from zest_jax.retrieval.open_device import KINDS, DeviceFolder, reads_ids_of, why_not
+from zest_jax.retrieval.open_device import DeviceFolder, reads_ids_of, why_not
 from zest_jax.retrieval.open_index import encoder_of, open_retriever
 from zest_jax.retrieval.passages import PassageTexts
 from zest_jax.retrieval.retriever import passage_store
 from zest_jax.rollout import side_by_side
 from zest_jax.rollout.host_driver import HostSampler
-from zest_jax.rollout.protocols import SEARCH, Protocol
+from zest_jax.rollout.protocols import SEARCH, Protocol, find
 from zest_jax.rollout.sampler import Sampler
 from zest_jax.rollout.state import RolloutSpec
 from zest_jax.rollout.stops import read_text, token_bytes
@@ -244,7 +244,7 @@ def build_index_retrieval(
         on_device[role] = folder.retriever(player.tokenizer, read, r.query_length, store)
     by_text = folder.by_text()
 
-    def find(texts: Sequence[str], most: int = 0) -> list[list[Passage]]:
+    def find_by_text(texts: Sequence[str], most: int = 0) -> list[list[Passage]]:
         answers = by_text.search_passages(list(texts), most or r.top_k) if texts else []
         return [[passage for passage, _ in answer] for answer in answers]
 
@@ -254,28 +254,38 @@ def build_index_retrieval(
         if rewritten
         else ""
     )
-    return Retrieval(r.index, on_device, None, find, r.top_k, by_text, where)
+    return Retrieval(r.index, on_device, None, find_by_text, r.top_k, by_text, where)
 
 
-def index_bytes(config: Any) -> float | None:
+def index_bytes(config: Any, tokenizers: Mapping[str, Any]) -> tuple[float, float] | None:
     """About what the vectors and passages of the index that a config names take on devices, before
-    it is opened; None where the host is asked, 0 without an index.
+    it is opened: what devices share, and what each has whole. None where the host is asked.
+
+    Args:
+      config: the run's.
+      tokenizers: of the policy of each role; None for one that is not known.
 
     Raises:
       UserError: there is no index.
     """
     r = config.retrieval
     if not r.index:
-        return 0.0
+        return 0.0, 0.0
     if "://" in r.index or r.where == "host":
         return None
-    manifest = read_manifest(Path(r.index).expanduser())
-    if manifest.kind not in KINDS:
+    protocols = {role: find(config[role].protocol) for role in tokenizers}
+    roles = searching_roles(config, protocols)
+    known = [role for role in roles if tokenizers[role] is not None]
+    if why_not(r.index, [(tokenizers[role], protocols[role].layout) for role in known]):
         return None
-    # A passage is cut to its share of an observation.
-    longest = config.solver.observation_length / r.top_k
-    vector = manifest.dimension * DTYPES[manifest.dtype].itemsize
-    return float(manifest.passages * (vector + 4 * longest))
+    manifest = read_manifest(Path(r.index).expanduser())
+    # A passage is cut to its share of an observation; stores of several roles are seldom one.
+    shares = [config[role].observation_length / r.top_k for role in roles]
+    passages = 4.0 * manifest.passages * sum(shares)
+    if manifest.kind == "exact":
+        vector = manifest.dimension * DTYPES[manifest.dtype].itemsize
+        return manifest.passages * vector + passages, 0.0
+    return 0.0, sum(entry.bytes for entry in manifest.files) + passages
 
 
 def _why_on_host(
@@ -307,7 +317,7 @@ def _on_host(config: Any, how: str) -> Retrieval:
     options = {"encoder": r.encoder} if r.encoder else {}
     host = hosts.alone(lambda: open_retriever(r.index, **options))
 
-    def find(texts: Sequence[str], most: int = 0) -> list[list[Passage]]:
+    def find_on_host(texts: Sequence[str], most: int = 0) -> list[list[Passage]]:
         if not texts:
             return []
         # One process asks: a server need not answer twice alike.
@@ -315,7 +325,7 @@ def _on_host(config: Any, how: str) -> Retrieval:
         answers = hosts.told(lambda: hosts.alone(ask))
         return [[passage for passage, _ in answer] for answer in answers]
 
-    return Retrieval(r.index, {}, host, find, r.top_k, host, how)
+    return Retrieval(r.index, {}, host, find_on_host, r.top_k, host, how)
 
 
 def check_passages(
