@@ -15,6 +15,7 @@
 # given. CUDA_VISIBLE_DEVICES, if set, is what is chosen from. Each of several hosts needs the
 # checkout and the workdir in the same place, on a disk that they share or in a bucket.
 #
+# ZEST_FLAVOUR=cuda12|cuda13|cpu chooses the build of JAX, else the driver does.
 # All other arguments go to zest_jax.train. Relative paths are taken from the checkout.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
