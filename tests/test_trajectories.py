@@ -46,8 +46,8 @@ SHAPE = PolicyConfig(len(TOKENS), width=4, layers=1, heads=1, kv_heads=1, head_d
 class Scripted:
     """A policy that writes script[s, p] at position p of slot s, whatever stands before it."""
 
-    def __init__(self, script_SL, vocab):
-        self.script_SL, self.vocab = script_SL, vocab
+    def __init__(self, script_SL, config):
+        self.script_SL, self.config, self.vocab = script_SL, config, config.vocab_size
 
     def unstack(self):
         return []
@@ -291,7 +291,7 @@ def set_up(episodes, correction_ids=()):
 
 
 def scripted(config, params):
-    return Scripted(params["script_SL"], config.vocab_size)
+    return Scripted(params["script_SL"], config)
 
 
 @pytest.fixture(scope="module")
@@ -361,7 +361,7 @@ def test_the_pieces_called_one_at_a_time_give_the_same(played):
     """What a driver on the host may do between them: look, and bring observations of its own."""
     engine, table, script, prompts, lengths, draws = setup = set_up(list(EPISODES.values()))
     assert len(setup) == 6
-    policy, retriever = Scripted(jnp.asarray(script), len(TOKENS)), Echo()
+    policy, retriever = Scripted(jnp.asarray(script), engine.config), Echo()
     extend = jax.jit(functools.partial(engine.extend, policy, []))
     decode = jax.jit(functools.partial(engine.decode, policy, [], table, draws))
     queries, has_work = jax.jit(engine.queries), jax.jit(engine.has_work)

@@ -302,8 +302,8 @@ _NO_DAMAGE = (
     *("RESOURCE_EXHAUSTED", "out of memory", "Out of memory", "PERMISSION_DENIED"),
     *("UNAUTHENTICATED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "Cannot connect"),
 )
-# Of the machine or the network at that moment; EIO may be a bad disk, where reading on is no help.
-_PASSING = (errno.EMFILE, errno.ENFILE, errno.EIO, errno.ENOMEM, errno.ESTALE)
+# Of the machine or the network at that moment. EIO is none: what a disk cannot read is gone.
+_PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE)
 
 
 @contextmanager
