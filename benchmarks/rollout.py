@@ -65,7 +65,7 @@ def ours(case: dict[str, Any]) -> dict[str, Any]:
     from zest_jax.rollout.state import RolloutSpec
     from zest_jax.rollout.stops import build_stop_table
 
-    config, _ = choose_attention(POLICIES[case["policy"]])
+    config, attention = choose_attention(POLICIES[case["policy"]])
     params = jax.jit(
         lambda key: jax.tree.map(lambda x: x.astype(config.dtype), init_params(config, key))
     )(jax.random.key(0))
@@ -118,6 +118,7 @@ def ours(case: dict[str, Any]) -> dict[str, Any]:
         "decode_steps": steps,
         "utilisation": float(counters["slot_utilisation"]),
         "searches": int(np.asarray(out.searches_N).sum()),
+        "attention": attention,
         "tokens_per_s": sampled / timed["median_s"],
         **harness.machine(),
     }
@@ -273,6 +274,8 @@ def main() -> None:
                     case = {"engine": engine, "wait": wait} | about | shape
                     rows.append(harness.run_case("benchmarks.rollout", case))
                     print(harness.table(rows[-1:], COLUMNS), flush=True)
+                    if "attention" in rows[-1]:
+                        print(rows[-1]["attention"])
                     if "copies" in rows[-1]:
                         print(f"copies in one call: {json.dumps(rows[-1]['copies'])}")
                     if "passes" in rows[-1]:
