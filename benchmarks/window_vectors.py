@@ -129,7 +129,10 @@ def main() -> None:
     start = time.perf_counter()
     tokenizer = unpadded(encoder.tokenizer.backend_tokenizer)
     token_T, first_W, words_D = tokenised(a.corpus, tokenizer)
-    window_N2 = windows(first_W, words_D, [int(s) for s in a.sizes.split(",")], a.count)
+    try:
+        window_N2 = windows(first_W, words_D, [int(s) for s in a.sizes.split(",")], a.count)
+    except ValueError as error:
+        p.error(str(error))
     print(f"{len(words_D)} texts of {len(token_T)} tokens read", flush=True)
     shape = (a.count, encoder.size)
     vector_NE = np.lib.format.open_memmap(a.out, "w+", np.float16, shape)
